@@ -180,6 +180,16 @@ class Tiny:
             [part(n) for n in sizes], [part(6) for _ in sizes] if test else [], shared if public else None
         )
 
+    def finetune(self, data=None, **options):
+        """Fine-tune on the data, by default those of :meth:`data`, with flat options (:func:`tests.options.sections`).
+
+        Those that are not passed are the ones of ``options``.
+        """
+        import perada
+        from tests.options import sections
+
+        return perada.finetune(self.net(), data or self.data(), **sections(**self.options | options))
+
     options: ClassVar = {
         "adapter": "full",
         "clients_per_round": 2,

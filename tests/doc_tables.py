@@ -58,8 +58,8 @@ def entries(documented: Any, section: str) -> list[tuple[str, str]]:
     match = re.search(rf"^{section}:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)
     if match is None:
         return []
-    found = re.findall(r"^    (\*{0,2}\w[\w, ]*): ((?:.*\n?)(?:^ {8}.*\n?)*)", match[1], re.MULTILINE)
-    return [(", ".join(f"`{name.strip()}`" for name in names.split(",")), cell(text)) for names, text in found]
+    result = re.findall(r"^    (\*{0,2}\w[\w, ]*): ((?:.*\n?)(?:^ {8}.*\n?)*)", match[1], re.MULTILINE)
+    return [(", ".join(f"`{name.strip()}`" for name in names.split(",")), cell(text)) for names, text in result]
 
 
 def call(name: str, documented: Any, options: dict[str, Any]) -> str:
@@ -185,7 +185,8 @@ def prometheus(path: str) -> str:
         kind = node.func.id.removesuffix("MetricFamily") if _makes_metric(node) else None
         if kind is None:
             continue
-        name, description = node.args[0].value, node.args[1]
+        name = node.args[0].value
+        description = node.args[1]
         labels = [keyword.value for keyword in node.keywords if keyword.arg == "labels"]
         shown = name + SUFFIXES.get(kind, "")
         if labels:

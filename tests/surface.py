@@ -57,7 +57,8 @@ def shown(hint: Any) -> str:
         return ""
     if hint in (None, types.NoneType):
         return "None"
-    kind, inner = get_origin(hint), get_args(hint)
+    kind = get_origin(hint)
+    inner = get_args(hint)
     if kind in (Union, types.UnionType):
         return " | ".join(map(shown, inner))
     if kind is Literal:
@@ -80,10 +81,12 @@ def value_of(default: object) -> str:
 
 def signature_of(function: Any, skip: int = 0) -> Parts:
     """Arguments with types and defaults, and under "" those that may be given by position, and what is returned."""
-    signature, hints = inspect.signature(function), {}
+    signature = inspect.signature(function)
+    hints = {}
     with suppress(NameError):  # of what is imported for type checkers alone
         hints = get_type_hints(function.__init__ if isinstance(function, type) else function)
-    by_place, out = [], {"": ""}
+    by_place = []
+    out = {"": ""}
     for name, one in list(signature.parameters.items())[skip:]:
         if name in ("args", "kwargs"):  # what Python shows of a class that takes nothing
             continue
@@ -105,16 +108,16 @@ def members_of(kind: type, promised: set[type]) -> Iterator[tuple[str, Parts]]:
     """What a class has beside its arguments, but for what is said of a class that it inherits from."""
     foreign = [base for base in kind.__mro__ if not ours(base) and base is not object]
     arguments = {*getattr(kind, "__dataclass_fields__", ()), *inspect.signature(kind).parameters}
-    found = {name for base in kind.__mro__ if ours(base) for name in vars(base) if not name.startswith("_")}
+    result = {name for base in kind.__mro__ if ours(base) for name in vars(base) if not name.startswith("_")}
     heirs = [base for base in kind.__mro__[1:] if base in promised]
-    for name in sorted(found - arguments):
+    for name in sorted(result - arguments):
         if any(name in dir(base) for base in foreign):  # hooks of Lightning, methods of a mapping
             continue
         attribute = member(inspect.getattr_static(kind, name))
         if all(name not in dir(base) or member(inspect.getattr_static(base, name)) != attribute for base in heirs):
             yield name, attribute
     told = {name for base in kind.__mro__ if ours(base) for name in (*attributes_of(base), *get_annotations(base))}
-    yield from ((name, {"": "attribute"}) for name in sorted(told - found - arguments) if not name.startswith("_"))
+    yield from ((name, {"": "attribute"}) for name in sorted(told - result - arguments) if not name.startswith("_"))
 
 
 def attributes_of(kind: type) -> list[str]:
@@ -141,11 +144,11 @@ def names() -> dict[str, Parts]:
     from perada import algorithms, data, server
 
     by_path = (algorithms.Algorithm, server.ServerRule, data.Partition, data.ImageSet)
-    found = {f"{package}.{name}": getattr(import_module(package), name)
+    result = {f"{package}.{name}": getattr(import_module(package), name)
              for package in PACKAGES for name in import_module(package).__all__}  # fmt: skip
-    promised = {value for value in found.values() if isinstance(value, type)}
+    promised = {value for value in result.values() if isinstance(value, type)}
     out: dict[str, Parts] = {}
-    for path, value in found.items():
+    for path, value in result.items():
         if not isinstance(value, type):
             out[path] = signature_of(value) if inspect.isfunction(value) else constant(value)
             continue
@@ -158,8 +161,8 @@ def names() -> dict[str, Parts]:
         by_place = [one for one in made[""].strip("()").split(", ") if one not in theirs]
         made[""] = f"{f'class {where}'.strip()}({', '.join(by_place)})"
         made = {"": "class"} if path == "perada.Run" else made  # which is made by finetune and Run.load
-        first = next(other for other, one in found.items() if one is value) == path
-        out[path] = made if first else {"": f"as {next(other for other, one in found.items() if one is value)}"}
+        first = next(other for other, one in result.items() if one is value) == path
+        out[path] = made if first else {"": f"as {next(other for other, one in result.items() if one is value)}"}
         if first and path.rpartition(".")[2] in OPEN:
             out |= {f"{path}.{name}": parts for name, parts in members_of(value, promised)}
     return out
@@ -198,7 +201,8 @@ def options() -> dict[str, Parts]:
 
 def _options(properties: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Parts]]:
     for name, one in properties.items():
-        path, choices = prefix + name, one.get("anyOf", [one])
+        path = prefix + name
+        choices = one.get("anyOf", [one])
         if path in ("data.data", "federated.seed"):
             continue  # for Python alone, or said elsewhere
         section = next((choice for choice in choices if "properties" in choice), {}).get("properties", {})
@@ -232,8 +236,8 @@ def _classes(schema: Mapping[str, Any]) -> list[str]:
     for choice in schema.get("anyOf", ()):
         if {"enum", "pattern"} <= {key for one in choice.get("anyOf", ()) for key in one}:
             return next(one["enum"] for one in choice["anyOf"] if "enum" in one)
-        if found := _classes(choice):
-            return found
+        if result := _classes(choice):
+            return result
     return []
 
 
@@ -284,7 +288,7 @@ def _of_lightning(name: str) -> Parts:
         PeradaCLI([name, "--help"])
     made = next(own for (subcommand, *_), own in PeradaCLI.parsers.items() if subcommand == name)
     actions = made["_subcommand_parsers"][name]._actions
-    return {f"--{one.dest}": "" for one in actions if one.dest in ("config", "print_config")}
+    return {f"--{action.dest}": "" for action in actions if action.dest in ("config", "print_config")}
 
 
 def _counts(action: Action) -> bool:
@@ -358,7 +362,8 @@ def changes(before: Surface, now: Surface) -> list[Change]:
     """All differences; of a thing that is there in one of them alone, one."""
     out = []
     for section in sorted({*before, *now}):
-        old, new = before.get(section, {}), now.get(section, {})
+        old = before.get(section, {})
+        new = now.get(section, {})
         for name in sorted({*old, *new}):
             last = re.split(r"[. ]|: ", name)[-1] if section != "files" else name.split(": ")[-1]
             if name not in old or name not in new:

@@ -16,7 +16,8 @@ from tests.surface import Parts
 
 def files(folder: Path) -> dict[str, Parts]:
     """Files of a fit, of a saved run and of an adapter, and the keys of those that are perada's own."""
-    created, random = [], torch.Generator().manual_seed(0)
+    created = []
+    random = torch.Generator().manual_seed(0)
     for size in (6, 5):
         created.append(
             TensorDataset(torch.randint(0, 256, (size, 3, 8, 8), generator=random).byte(), torch.arange(size) % 2)
@@ -27,11 +28,9 @@ def files(folder: Path) -> dict[str, Parts]:
         "test_resnet", data, pretrained=False, rounds=1, local_steps=1, distillation={"steps": 1}, batch_size=4,
         image_size=32, enable_progress_bar=False, accelerator="cpu", default_root_dir=str(folder),
     )  # fmt: skip
-    fit, saved, exported = (
-        folder / "lightning_logs" / "version_0",
-        run.save(folder / "saved"),
-        run.export(folder / "exported"),
-    )
+    fit = folder / "lightning_logs" / "version_0"
+    saved = run.save(folder / "saved")
+    exported = run.export(folder / "exported")
     content = read(fit / "run.json")
     kept = torch.load(fit / "checkpoints" / "last.ckpt", weights_only=True)[CHECKPOINT_KEY]
     return {

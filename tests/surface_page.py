@@ -11,7 +11,8 @@ from pathlib import Path
 from tests.surface import PACKAGES, Parts, Surface, collect
 
 ROOT = Path(__file__).parents[1]
-PAGE, BASELINE = ROOT / "docs" / "api.md", Path(__file__).with_name("surface.json")
+PAGE = ROOT / "docs" / "api.md"
+BASELINE = Path(__file__).with_name("surface.json")
 HEAD = """\
 # Stable interface
 
@@ -80,8 +81,8 @@ def names(found: dict[str, Parts]) -> list[str]:
 
 def members(path: str, own: dict[str, Parts]) -> str:
     """Members of a class."""
-    found = {one.rpartition(".")[2]: parts for one, parts in own.items() if one.startswith(f"{path}.")}
-    return code(f"{name}()" if parts[""].startswith("(") else name for name, parts in found.items())
+    result = {one.rpartition(".")[2]: parts for one, parts in own.items() if one.startswith(f"{path}.")}
+    return code(f"{name}()" if parts[""].startswith("(") else name for name, parts in result.items())
 
 
 def call(parts: Parts) -> str:
@@ -94,7 +95,8 @@ def call(parts: Parts) -> str:
     if not whole.startswith(("(", "class")):
         return f"{whole} of {code(key for key in parts if key)}"
     by_place = whole[whole.index("(") + 1 : whole.index(")")].split(", ")
-    written, starred = [], False
+    written = []
+    starred = False
     for name, text in parts.items():
         if not name:
             continue
@@ -107,7 +109,8 @@ def call(parts: Parts) -> str:
 
 
 def options(found: dict[str, Parts]) -> list[str]:
-    rows, named = [], []
+    rows = []
+    named = []
     for name, parts in found.items():
         values, _, default = parts[""].rpartition(" = ") if " = " in parts[""] else (parts[""], "", "")
         if chosen := [part for part in parts if part]:
@@ -150,10 +153,10 @@ def main(words: list[str]) -> None:
     """Write the page, and for a release the baseline."""
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        found = collect(Path(folder))
-    PAGE.write_text(page(found), encoding="utf-8")
+        result = collect(Path(folder))
+    PAGE.write_text(page(result), encoding="utf-8")
     if words[:1] == ["--release"]:
-        content = {"release": words[1], "surface": found}
+        content = {"release": words[1], "surface": result}
         BASELINE.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

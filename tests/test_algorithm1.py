@@ -12,8 +12,13 @@ from torch.utils.data import TensorDataset
 
 import perada
 
-ROUNDS, STEPS, DISTILL_STEPS = 3, 2, 4
-LR_PERSONAL, LR_LOCAL, LR_SERVER, PROX = 0.2, 0.1, 0.01, 0.7
+ROUNDS = 3
+STEPS = 2
+DISTILL_STEPS = 4
+LR_PERSONAL = 0.2
+LR_LOCAL = 0.1
+LR_SERVER = 0.01
+PROX = 0.7
 SIZES = (9, 4, 12, 6)
 CLASSES = 3
 
@@ -92,10 +97,12 @@ def algorithm_1(model, initial, data, cohorts, multilabel, optimizer, student_mo
         for _ in range(DISTILL_STEPS):
             out = logits(student, public, student_mode)
             if multilabel:
-                p, q = teacher.sigmoid(), out.sigmoid()
+                p = teacher.sigmoid()
+                q = out.sigmoid()
                 loss = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
             else:
-                p, q = teacher.softmax(1), out.softmax(1)
+                p = teacher.softmax(1)
+                q = out.softmax(1)
                 loss = (p * (p / q).log()).sum(1).mean()
             steps.zero_grad()
             loss.backward()
@@ -121,7 +128,8 @@ def algorithm_1(model, initial, data, cohorts, multilabel, optimizer, student_mo
 def test_three_rounds_equal_algorithm_1(
     network, multilabel, optimizer, student_mode, teacher_mode, clients_per_round, engine
 ):
-    data, backbone = task(multilabel), network()
+    data = task(multilabel)
+    backbone = network()
 
     def run(rounds):
         return perada.finetune(
@@ -151,7 +159,8 @@ def test_three_rounds_equal_algorithm_1(
             accelerator="cpu",
         )
 
-    start, end = run(0), run(ROUNDS)
+    start = run(0)
+    end = run(ROUNDS)
     model = start.global_model()
     module = perada.FederatedDataModule(data, batch_size="full")
     module.configure_rounds(seed=0, clients_per_round=clients_per_round, phases=[perada.data.Phase()])

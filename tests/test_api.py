@@ -68,13 +68,15 @@ def test_two_calls_agree_whatever_torchs_global_stream(call):
     other = call(rounds=2, logger=False, seed=1)
     assert first.metrics == second.metrics
     for client in range(5):
-        one, two = first.state("personal", client), second.state("personal", client)
+        one = first.state("personal", client)
+        two = second.state("personal", client)
         assert all(torch.equal(one[key], two[key]) for key in one)
     assert not torch.equal(first.state("global")["7.weight"], other.state("global")["7.weight"])
 
 
 def test_the_callers_network_and_data_stay_as_they_were(call, tiny):
-    net, data = tiny.net(), tiny.data()
+    net = tiny.net()
+    data = tiny.data()
     net.eval()
     call(net, data, rounds=1, logger=False)
     assert not any(module.training for module in net.modules())
@@ -123,8 +125,8 @@ def test_run_folder(call, tmp_path, tiny):
     config = LoraConfig(r=2, target_modules=["5"], modules_to_save=["7"])
     run = call(rounds=1, adapter=config, algorithm=perada.make_algorithm("perada", prox_strength=0.5), max_time=None)
     folder = tmp_path / "lightning_logs" / "version_0"
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert found == {"config.yaml", "metrics.csv", "partition.json", "run.json", "checkpoints/last.ckpt"}
+    result = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert result == {"config.yaml", "metrics.csv", "partition.json", "run.json", "checkpoints/last.ckpt"}
     written = yaml.safe_load((folder / "config.yaml").read_text())
     assert written["trainer"]["max_epochs"] == 1
     assert written["trainer"]["accelerator"] == "cpu"
@@ -182,7 +184,7 @@ def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
     assert torch.load(saved, weights_only=True)["perada"]["metrics"]["rounds"] == run.metrics["rounds"]
     with pytest.raises(ValueError, match="already has a FederatedLoop"):  # whatever else is asked for
         perada.finetune(tiny.net(), tiny.data(), **sections(rounds=5, trainer=trainer, **options))
-    assert len([one for one in trainer.callbacks if isinstance(one, perada.FederatedLoop)]) == 1
+    assert len([callback for callback in trainer.callbacks if isinstance(callback, perada.FederatedLoop)]) == 1
     with pytest.raises(ValueError, match=r"'precision'.*trainer="):
         perada.finetune(
             tiny.net(), tiny.data(), **sections(trainer=pl.Trainer(logger=False), precision="bf16-mixed", **options)

@@ -47,7 +47,8 @@ def test_the_naive_round_computes_what_perada_computes():
     options = {"dropout": 0.0, "target_modules": r"layer.*conv\d"}
     size = {"clients": 5, "sampled": 3, "batch": 4, "steps": 2, "public": 8, "public_batch": 4, "passes": 3}
     work = Workload(backbone, "residual", options, side=32, classes=3, **size)
-    device, data = torch.device("cpu"), work.data(torch.float64)
+    device = torch.device("cpu")
+    data = work.data(torch.float64)
     naive = Naive(work, work.module().model, data, device)
     start = {key: value.clone() for key, value in naive.global_state.items()}
     turns = Turns({"naive": naive.round}, device)
@@ -56,13 +57,13 @@ def test_the_naive_round_computes_what_perada_computes():
     for parts in turns.seconds.values():
         assert all(min(parts[part]) > 0 and len(parts[part]) == 2 for part in ("local", "server", "round"))
     moved = 0.0
-    for expected, found in [
+    for expected, results in [
         (naive.global_state, run.state("global")),
         *((state, run.state("personal", client)) for client, state in naive.personal.items()),
     ]:
-        assert expected.keys() == found.keys()
+        assert expected.keys() == results.keys()
         for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(results[key], value, rtol=1e-8, atol=1e-8)
             moved = max(moved, float((value - start[key]).abs().max()))
     assert moved > 0.01
 
@@ -70,7 +71,8 @@ def test_the_naive_round_computes_what_perada_computes():
 def test_operations_of_a_round():
     """Counted layer by layer for a trained head, whose step has one product more than a forward pass."""
     work = Workload("test_resnet", "head", clients=5, sampled=3, batch=4, steps=2, public=8, passes=5, classes=7)
-    model, counts = work.module().model, []
+    model = work.module().model
+    counts = []
 
     def count(layer, inputs, out):
         each = layer.weight[0].numel()  # multiplications for one number of the output
@@ -81,11 +83,12 @@ def test_operations_of_a_round():
     model(torch.randn(1, 3, 32, 32))
     for hook in hooks:
         hook.remove()
-    passed, trained = sum(counts), sum(counts) + counts[-1]
-    found = operations(work)
-    assert found["local"] == 2 * 3 * 4 * 2 * trained
-    assert found["server"] == 3 * 8 * passed + 5 * 8 * trained
-    assert found["round"] == found["local"] + found["server"]
+    passed = sum(counts)
+    trained = sum(counts) + counts[-1]
+    result = operations(work)
+    assert result["local"] == 2 * 3 * 4 * 2 * trained
+    assert result["server"] == 3 * 8 * passed + 5 * 8 * trained
+    assert result["round"] == result["local"] + result["server"]
 
 
 @pytest.mark.slow
@@ -235,9 +238,13 @@ def test_all_differences_of_the_protocol_together_are_those_of_its_rows():
 
 def test_the_roofline_counts_the_operations_and_bytes_of_each_class_of_operators():
     meter = OperatorMeter(torch.device("cpu"))
-    images, heads, tokens, width = 2, 3, 5, 8
+    images = 2
+    heads = 3
+    tokens = 5
+    width = 8
     query = torch.randn(images, heads, tokens, width)
-    a, b = torch.randn(4, 6), torch.randn(6, 10)
+    a = torch.randn(4, 6)
+    b = torch.randn(6, 10)
     with meter:
         a @ b
         functional.scaled_dot_product_attention(query, query, query)
@@ -328,7 +335,9 @@ def test_unknown_benchmarks_are_rejected(capsys, monkeypatch):
     assert "NAME='privacy_adit' is unknown; did you mean 'privacy_audit'?" in capsys.readouterr().err
 
 
-CLIENTS, IMAGES, CLASSES = 3, 40, 4
+CLIENTS = 3
+IMAGES = 40
+CLASSES = 4
 
 
 @pytest.fixture
@@ -385,7 +394,8 @@ def test_scores_of_rules_are_means_over_clients(outputs_of_a_run):
     probabilities = held_out.personal.softmax(-1)
     scores = prediction_rules.RuleScores.of(outputs_of_a_run, probabilities)
     for client in range(CLIENTS):
-        right, losses = {"own": [], "all": []}, {"own": [], "all": []}
+        right = {"own": [], "all": []}
+        losses = {"own": [], "all": []}
         for image in range(IMAGES):
             target = int(held_out.targets[image])
             for name in ("own", "all") if held_out.owners[image] == client else ("all",):
@@ -400,7 +410,7 @@ def test_scores_of_rules_are_means_over_clients(outputs_of_a_run):
 def test_weights_of_fedthe_are_optimized_for_each_image(outputs_of_a_run):
     """One image at a time, with Adam written out and central differences for gradients."""
     held_out = outputs_of_a_run.held_out
-    found = prediction_rules.fedthe_weight(outputs_of_a_run)
+    result = prediction_rules.fedthe_weight(outputs_of_a_run)
     centres = [images.features.double().mean(0).numpy() for images in outputs_of_a_run.training]
     centre = np.mean(centres, 0)
 
@@ -420,25 +430,27 @@ def test_weights_of_fedthe_are_optimized_for_each_image(outputs_of_a_run):
             mixed = softmax(weights[0] * p + weights[1] * q)
             return cosine * -(mixed * np.log(mixed)).sum() + (1 - cosine) * weights @ distances
 
-        both, mean, square = np.zeros(2), np.zeros(2), np.zeros(2)
+        both = np.zeros(2)
+        mean = np.zeros(2)
+        square = np.zeros(2)
         for step in range(1, 21):
             gradient = np.array([(loss(both + d) - loss(both - d)) / 2e-5 for d in 1e-5 * np.eye(2)])
             mean = 0.9 * mean + 0.1 * gradient
             square = 0.999 * square + 0.001 * gradient**2
             both = both - 0.1 * (mean / (1 - 0.9**step)) / (np.sqrt(square / (1 - 0.999**step)) + 1e-8)
         assert abs(softmax(both)[0] - 0.5) > 0.05
-        assert float(found[client, image]) == pytest.approx(softmax(both)[0], abs=1e-5)
+        assert float(result[client, image]) == pytest.approx(softmax(both)[0], abs=1e-5)
 
 
 def test_distances_to_the_gaussian_are_those_of_its_shrunk_covariance(outputs_of_a_run):
     examples = outputs_of_a_run.training[1].statistics.double()
     images = outputs_of_a_run.held_out.statistics[:6].double()
-    found = prediction_rules.mahalanobis(examples, images)
+    result = prediction_rules.mahalanobis(examples, images)
     scale = examples.numpy().std(0)
     scaled = (examples.numpy() - examples.numpy().mean(0)) / scale
     covariance = np.cov(scaled.T)
     shrunk = 0.8 * covariance + 0.2 * np.diag(np.diag(covariance)) + 0.01 * np.eye(5)
-    for image, distance in zip(images.numpy(), found, strict=True):
+    for image, distance in zip(images.numpy(), result, strict=True):
         from_mean = (image - examples.numpy().mean(0)) / scale
         assert float(distance) == pytest.approx(from_mean @ np.linalg.inv(shrunk) @ from_mean)
 

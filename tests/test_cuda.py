@@ -100,16 +100,17 @@ class Waits(pl.Callback):
 
 def waits(problem):
     """How often a round's end waits."""
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as result:
         warnings.simplefilter("always")
         finetune("perada", problem, rounds=2, callbacks=[Waits()], **ON_GPU)
     torch.cuda.set_sync_debug_mode("default")
-    places = [f"{one.filename}:{one.lineno}" for one in found if "synchroniz" in str(one.message)]
+    places = [f"{one.filename}:{one.lineno}" for one in result if "synchroniz" in str(one.message)]
     return [place for place in places if "pytorch_lightning" not in place]  # its log makes a tensor of each number
 
 
 def test_the_end_of_a_round_does_not_wait_for_each_tensor():
-    few, many = waits("linear-full"), waits("net-full")
+    few = waits("linear-full")
+    many = waits("net-full")
     assert 0 < len(few) and len(many) <= len(few) + 2, "\n".join(many)
 
 
@@ -119,7 +120,8 @@ def test_half_precision_stays_near_single_precision(precision, bound, tiny):
         arguments = {"algorithm": "perada", "rounds": 2, **tiny.options, **ON_GPU, "logger": False, **options}
         return perada.finetune(tiny.net(), tiny.data(), **sections(enable_checkpointing=False, **arguments))
 
-    single, half = trained(), trained(precision=precision)
+    single = trained()
+    half = trained(precision=precision)
     before = dict(tiny.net().named_parameters())
     for key, value in single.state("global").items():
         moved = (value - before[key].detach()).norm()
@@ -143,7 +145,8 @@ def test_what_a_run_gives_is_on_the_cpu():
 
 def test_a_saved_run_predicts_the_same_on_both(tmp_path):
     random = torch.Generator().manual_seed(0)
-    x, y = torch.rand(3, 8, 3, 32, 32, generator=random), torch.arange(8) % 3
+    x = torch.rand(3, 8, 3, 32, 32, generator=random)
+    y = torch.arange(8) % 3
     data = perada.FederatedData([torch.utils.data.TensorDataset(one, y) for one in x], num_classes=3)
     arguments = {"algorithm": "ditto", "rounds": 1, "batch_size": 4, "pretrained": False, "logger": False, **ON_GPU}
     trained = perada.finetune(
@@ -151,5 +154,5 @@ def test_a_saved_run_predicts_the_same_on_both(tmp_path):
     )
     run = perada.Run.load(trained.save(tmp_path / "run"))
     for client in (None, 1):
-        found, expected = (run.predict(x[0], client, device=device).probabilities for device in ("cuda", "cpu"))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)  # a GPU convolves in TF32
+        actual, expected = (run.predict(x[0], client, device=device).probabilities for device in ("cuda", "cpu"))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)  # a GPU convolves in TF32

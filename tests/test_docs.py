@@ -107,7 +107,9 @@ class Reader:
     """Follows a page in an empty folder, as somebody would who has little time: one round of one step."""
 
     def __init__(self, folder, monkeypatch, capsys):
-        self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
+        self.folder = folder
+        self.monkeypatch = monkeypatch
+        self.capsys = capsys
         self.names = {"__name__": "page"}
         self.programs = folder / "bin"
         self.programs.mkdir()
@@ -387,7 +389,8 @@ def test_the_figure_shows_the_scores_and_covers_no_name():
     boxes = []
     for text in labels:
         half = 0.58 * font_size * len(text.text) / 2  # Helvetica's letters are narrower on average
-        x, y = float(text.attrib["x"]), float(text.attrib["y"])
+        x = float(text.attrib["x"])
+        y = float(text.attrib["y"])
         boxes.append((x - half, y - 0.75 * font_size, x + half, y + 0.22 * font_size))
         assert 0 < x - half and x + half < width and 0 < y < height
     for first, second in itertools.combinations(boxes, 2):
@@ -443,7 +446,7 @@ def test_diagrams_are_drawn_by_their_script(pictures, name):
 def embedded_images(name):
     """Names of the images in a picture, with their pixels."""
     root = ElementTree.parse(ROOT / "docs" / name).getroot()
-    found = {}
+    results = {}
     pixels = None
     for element in root:
         if element.tag.endswith("image"):
@@ -452,8 +455,8 @@ def embedded_images(name):
             label = ""
         elif element.tag.endswith("text") and pixels is not None:
             label += element.text
-            found[label] = pixels
-    return {label: image for label, image in found.items() if not label.endswith("_")}
+            results[label] = pixels
+    return {label: image for label, image in results.items() if not label.endswith("_")}
 
 
 def test_the_picture_of_scanners_shows_what_each_does_to_a_digit(pictures):
@@ -523,7 +526,8 @@ def test_the_blocks_on_privacy_run(reader):
         said = re.search(rf"^# (.*)\n{name} = ", source, flags=re.MULTILINE)
         assert said is not None
         assert [f"{value:.2f}" for value in names[name]] == said[1].split(", ")
-    ledgers, delta = names["ledgers"], names["delta"]
+    ledgers = names["ledgers"]
+    delta = names["delta"]
     assert 2.9 < ledgers.release.epsilon(0, delta) <= 3.0
     assert ledgers.server.epsilon(0, delta) < 2.5
     assert len(names["run"].info["privacy"]["sample"]["release"]) == 10

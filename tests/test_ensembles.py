@@ -18,7 +18,9 @@ from perada.server import ServerRule, TrimmedMean
 from tests.methods import make_method
 from tests.options import sections
 
-SIZES, CLASSES, MODES = (9, 4, 14, 6), 3, 3
+SIZES = (9, 4, 14, 6)
+CLASSES = 3
+MODES = 3
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 COMMON = {"batch_size": 4, "lr_personal": 0.1, "lr_local": 0.1, "clients_per_round": 3, "distill_steps": 2}
 
@@ -123,8 +125,8 @@ def test_a_robust_rule_that_does_nothing_says_so(monkeypatch):
     options = COMMON | {"clients_per_round": None, "server_rule": TrimmedMean(0.3), "adapter": "full"}
     with pytest.warns(UserWarning) as caught:
         perada.finetune(network(), data, **sections(algorithm="fedavg", rounds=1, **options, **QUIET))
-    said = "round 1: the server rule cannot be applied: trim=0.3 drops none of 3 clients"
-    assert any(str(warning.message).startswith(said) for warning in caught)
+    message = "round 1: the server rule cannot be applied: trim=0.3 drops none of 3 clients"
+    assert any(str(warning.message).startswith(message) for warning in caught)
 
 
 @pytest.mark.every(2)
@@ -135,9 +137,9 @@ def test_scores_are_those_of_the_modes_and_of_their_average(average):
     logits = []
     for state in run.states("global"):
         logits.append(frozen(state)(x))
-    outputs = torch.stack(logits if average == "logits" else [one.softmax(1) for one in logits]).mean(0)
+    outputs = torch.stack(logits if average == "logits" else [logit.softmax(1) for logit in logits]).mean(0)
     p = outputs.softmax(1) if average == "logits" else outputs
-    scores = [float((one.argmax(1) == y).double().mean()) for one in logits]
+    scores = [float((logit.argmax(1) == y).double().mean()) for logit in logits]
     last = run.metrics["rounds"][-1]
     assert last["global/global_test"] == pytest.approx(float((p.argmax(1) == y).double().mean()))
     assert (last["global/best_mode"], last["global/worst_mode"]) == pytest.approx((max(scores), min(scores)))

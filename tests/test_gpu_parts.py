@@ -205,7 +205,8 @@ def test_the_command_of_each_part_can_be_parsed(part, quick, tmp_path, monkeypat
     setting = Setting("cpu", quick, tmp_path, tmp_path / "images")
     python, *words = part.command(setting)
     assert python == sys.executable
-    module, rest = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
+    module = words[words.index("-m") + 1]
+    rest = words[words.index("-m") + 2 :]
     if module == "pytest":
         assert (ROOT / rest[-1]).is_file()
     elif module == "benchmarks":

@@ -70,11 +70,13 @@ def imported(module: str, source: str, *, is_package: bool = False) -> frozenset
 
 def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
     """What a file imports against the house's rules, one line each."""
-    room, found = room_of(module), []
+    room = room_of(module)
+    result = []
     if room not in {*ROOMS, *LINKS, *FACES}:
         return [f"{module} is in no room: give it one in ROOMS"]
     for name in sorted(imported(module, source, is_package=is_package)):
-        top, other = name.split(".")[0], room_of(name)
+        top = name.split(".")[0]
+        other = room_of(name)
         if top in sys.stdlib_module_names:
             continue
         if room in LINKS:
@@ -87,8 +89,8 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
             zoo = top in MODEL_ZOOS and room not in SEES_ZOOS
             wrong = torch_only or zoo or (top == "pytorch_lightning" and room not in SEES_LIGHTNING)
         if wrong:
-            found.append(f"{module} must not import {name}")
-    return found
+            result.append(f"{module} must not import {name}")
+    return result
 
 
 def test_imports_go_upwards():
@@ -121,12 +123,12 @@ def private_names(module: str) -> tuple[set[str], dict[str, int]]:
 
 def test_no_file_uses_what_is_private_to_another():
     """An underscore on an attribute of another library's is that library's business."""
-    found = {module: private_names(module) for module in MODULES}
+    result = {module: private_names(module) for module in MODULES}
     libraries = {"_buffers", "_parameters", "_modules", "_replace", "_fields"}  # of torch's and Python's own classes
-    owners = {name: module for module, (own, _) in found.items() for name in own - libraries}
+    owners = {name: module for module, (own, _) in result.items() for name in own - libraries}
     wrong = [
         f"{module}:{line}: {name} of {owners[name]}"
-        for module, (own, asked) in found.items()
+        for module, (own, asked) in result.items()
         for name, line in asked.items()
         if name in owners and name not in own
     ]
@@ -212,8 +214,8 @@ def test_dependencies_are_what_is_imported():
     import_names |= {"imagecorruptions-imaug": "imagecorruptions", "pycryptodome": "Crypto"}
 
     def names(requirements):
-        found = map(distribution, requirements)
-        return {import_names.get(name, name.replace("-", "_")) for name in found}
+        result = map(distribution, requirements)
+        return {import_names.get(name, name.replace("-", "_")) for name in result}
 
     declared = names(PYPROJECT["project"]["dependencies"])
     extras = names(r for rows in PYPROJECT["project"]["optional-dependencies"].values() for r in rows)
@@ -263,7 +265,8 @@ def test_every_guide_is_listed():
     """On the page of guides and, for the site, in its navigation."""
     guides = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     guides = {guide for guide in guides if not guide.startswith("api/")} - {"index.md"}
-    index, site = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    index = (ROOT / "docs" / "index.md").read_text()
+    site = (ROOT / "mkdocs.yml").read_text()
     assert guides - {"home.md"} <= set(re.findall(r"\]\(([^)#]+)[)#]", index))
     assert guides <= set(re.findall(r"docs/(\S+\.md)", site))
 

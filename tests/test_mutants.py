@@ -90,7 +90,8 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copy")
     ignored = shutil.ignore_patterns("__pycache__", "lightning_logs")
     for name in COPIED:
-        source, target = ROOT / name, folder / name
+        source = ROOT / name
+        target = folder / name
         shutil.copytree(source, target, ignore=ignored) if source.is_dir() else shutil.copy(source, target)
     # Compiled once. The files have a hash of their source, by which a mistake is noticed in the second it is made.
     for name in ("perada", "benchmarks"):

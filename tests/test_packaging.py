@@ -174,11 +174,11 @@ def test_the_wheel_works_in_an_environment_of_its_own(dist, tmp_path):
     here = tmp_path / "here"
     here.mkdir()
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    found = subprocess.run(
+    result = subprocess.run(
         [str(python), "-c", "import perada; print(perada.__file__)"],
         cwd=here, env=clean, check=True, capture_output=True, text=True,
     )  # fmt: skip
-    assert Path(found.stdout.strip()).is_relative_to(packages)
+    assert Path(result.stdout.strip()).is_relative_to(packages)
     perada = environment / "bin" / "perada"
     words = ["fit", "--config", "quickstart", "--trainer.fast_dev_run=true"]
     for arguments in (["--version"], ["ls"], words):

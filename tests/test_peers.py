@@ -321,7 +321,8 @@ def test_memory_is_that_of_the_children_too():
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         child = int(process.stdout.readline())
         assert process_tree(process.pid) == [process.pid, child]
-        both, lone = proportional_mb([process.pid, child]), proportional_mb([child])
+        both = proportional_mb([process.pid, child])
+        lone = proportional_mb([child])
         os.kill(child, 9)
     assert both > lone > 0
     assert proportional_mb([process.pid]) == 0

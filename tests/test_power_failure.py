@@ -14,7 +14,7 @@ from benchmarks.faults.power import crashes, power
 def outcomes(tmp_path_factory):
     campaign = Campaign()
     power(campaign, tmp_path_factory.mktemp("power"))
-    return {one.kind.removeprefix("power failure: "): one for one in campaign.outcomes}
+    return {outcome.kind.removeprefix("power failure: "): outcome for outcome in campaign.outcomes}
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_a_run_that_was_saved_is_on_the_disk_in_full(tmp_path):
     folder = tmp_path / "saved"
     folder.mkdir()
     *_, last = crashes(folder, lambda: run.save(folder), tmp_path / "copy")
-    found = perada.Run.load(last, backbone=Job().network())
-    for state, other in zip(found.states("personal"), run.states("personal"), strict=True):
+    result = perada.Run.load(last, backbone=Job().network())
+    for state, other in zip(result.states("personal"), run.states("personal"), strict=True):
         assert all(torch.equal(value, other[key]) for key, value in state.items())
 
 

@@ -72,7 +72,8 @@ def project_trees() -> Iterator[ast.Module]:
 
 def test_every_private_name_is_tested_here():
     """Names that the project reads from an object or imports, and defines nowhere itself."""
-    defined, read = set(), set()
+    defined = set()
+    read = set()
     for node in (node for tree in project_trees() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             defined.add(node.name)
@@ -153,7 +154,8 @@ def test_checkpoint_connector_restores_in_two_methods(tmp_path):
     first = trainer(max_epochs=1, **options)
     first.fit(BoringModel())
     first.save_checkpoint(tmp_path / "one.ckpt")
-    resumed, called = trainer(max_epochs=2, **options), []
+    resumed = trainer(max_epochs=2, **options)
+    called = []
     for name in ("_restore_modules_and_callbacks", "restore_training_state"):
         original = getattr(resumed._checkpoint_connector, name)
 
@@ -218,7 +220,8 @@ def test_peft_calls_what_adapters_override(monkeypatch):
     network = nn.Sequential()
     network.add_module("conv1", nn.Conv2d(3, 4, 3))
     called = []
-    model_class, selective_class = perada.adapters.residual.ResidualModel, perada.adapters.selective.SelectiveModel
+    model_class = perada.adapters.residual.ResidualModel
+    selective_class = perada.adapters.selective.SelectiveModel
     hooks = {
         model_class: ("_prepare_adapter_config", "_create_and_replace"),
         selective_class: ("_get_adapter_state_dict", "_remove_adapter_name_from_key"),
@@ -264,7 +267,8 @@ def test_transformers_marks_networks_with_an_adapter():
 
 
 def test_convolutions_take_other_weights():
-    conv, x = nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 5, 5)
+    conv = nn.Conv2d(3, 4, 3, padding=1)
+    x = torch.randn(2, 3, 5, 5)
     assert torch.equal(
         conv._conv_forward(x, 2 * conv.weight, None), nn.functional.conv2d(x, 2 * conv.weight, padding=1)
     )

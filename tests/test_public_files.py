@@ -19,8 +19,8 @@ def problems(capsys, schema, *files):
     """What the schema of its kind finds wrong with some files; no text if nothing is."""
     words = ["--builtin-schema", f"vendor.{schema}", *map(str, files)]
     code = check_jsonschema.main(words, standalone_mode=False)
-    shown = capsys.readouterr()
-    return shown.out + shown.err if code else ""
+    captured = capsys.readouterr()
+    return captured.out + captured.err if code else ""
 
 
 def jobs(path):
@@ -138,7 +138,8 @@ def test_who_sees_the_images_has_no_network_and_who_has_one_does_not_see_them():
     private = {"/srv/images", "/var/lib/perada-site"}
     for name, service in of.items():
         assert (service.get("network_mode") == "none") == bool(private & set(mounted(service))) == (name == "worker")
-    worker, node = mounted(of["worker"]), mounted(of["supernode"])
+    worker = mounted(of["worker"])
+    node = mounted(of["supernode"])
     shared = {source for source, _ in worker.values()} & {source for source, _ in node.values()}
     assert shared == {worker["/run/perada"][0]}
     assert [place for place, (_, written) in worker.items() if written] == ["/var/lib/perada-site", "/run/perada"]

@@ -22,12 +22,12 @@ STABLE_PAGES = [f"{package.rpartition('.')[2]}.md" for package in PACKAGES]
 
 def stable_names():
     """The promised names without their members, with the object of each."""
-    found = {}
+    results = {}
     for path in names():
         package = max((one for one in PACKAGES if path.startswith(f"{one}.")), key=len)
         if path.count(".") == package.count(".") + 1:
-            found[path] = getattr(import_module(package), path.rpartition(".")[2])
-    return found
+            results[path] = getattr(import_module(package), path.rpartition(".")[2])
+    return results
 
 
 WITHOUT_EXAMPLE = {

@@ -35,10 +35,11 @@ def test_the_page_is_what_the_code_promises(now):
 
 
 def test_what_has_changed_since_the_last_release_is_in_the_changelog(now):
-    last, changelog = json.loads(BASELINE.read_text()), (ROOT / "CHANGELOG.md").read_text()
+    last = json.loads(BASELINE.read_text())
+    changelog = (ROOT / "CHANGELOG.md").read_text()
     assert re.search(rf"^## \[{re.escape(last['release'])}\]", changelog, re.MULTILINE)  # what is above it is new
-    found = unsaid(changes(last["surface"], now), changelog, last["release"])
-    assert not found, "\n".join([REMEDY, *(f"{one.where}: {one.before} -> {one.now}" for one in found)])
+    result = unsaid(changes(last["surface"], now), changelog, last["release"])
+    assert not result, "\n".join([REMEDY, *(f"{one.where}: {one.before} -> {one.now}" for one in result)])
 
 
 def test_nothing_has_changed_where_nothing_has(now):
@@ -123,12 +124,12 @@ def test_a_change_is_found_and_must_be_in_the_changelog_of_the_next_release(plan
     where, word = PLANTED[plant]
     section = where.partition(":")[0]
     plant(monkeypatch)
-    found = changes(now, now | {section: READ[section]()})
-    assert [(one.where, one.word) for one in found] == [(where, word)]
+    result = changes(now, now | {section: READ[section]()})
+    assert [(one.where, one.word) for one in result] == [(where, word)]
     for text in ("", f"{word} without backticks", f"`{word}s` and `un{word}`", f"## [1.0.0]\n\n- `{word}`, of old"):
-        assert unsaid(found, f"## [unreleased]\n\n{text}\n", "1.0.0") == found, text
+        assert unsaid(result, f"## [unreleased]\n\n{text}\n", "1.0.0") == result, text
     for text in (f"`{word}` is new", f"`perada x {word}=3`\n\n## 1.0.0 - 2026"):
-        assert unsaid(found, f"## [unreleased]\n\n{text}\n", "1.0.0") == [], text
+        assert unsaid(result, f"## [unreleased]\n\n{text}\n", "1.0.0") == [], text
 
 
 def test_a_key_of_a_file_that_goes_is_found(now):

@@ -67,8 +67,8 @@ def module_of(notebook):
 
 
 def test_the_blocks_below_are_those_of_the_notebooks():
-    found = {notebook.stem: [block.split()[0] for block in shell_blocks(notebook)] for notebook in NOTEBOOKS}
-    assert found == {
+    result = {notebook.stem: [block.split()[0] for block in shell_blocks(notebook)] for notebook in NOTEBOOKS}
+    assert result == {
         "folder_to_model": ["pip"],
         "own_algorithm": ["pip", "perada"],
         "segmentation_across_hospitals": ["pip"],

@@ -34,9 +34,7 @@ class Evil:
 
 
 def fit(tiny, root, **options):
-    return perada.finetune(
-        tiny.net(), tiny.data(), **sections(**tiny.options | {"rounds": 2, "default_root_dir": str(root)} | options)
-    )
+    return tiny.finetune(**{"rounds": 2, "default_root_dir": str(root)} | options)
 
 
 def checkpoint(root, version=0):
@@ -97,7 +95,8 @@ def test_a_checkpoint_names_no_file_outside_of_its_run(tiny, tmp_path, name):
     fit(tiny, tmp_path, client_store="disk")
     run = tmp_path / "lightning_logs" / "version_0"
     real = sorted((run / "clients").glob("client_*.safetensors"))[0]
-    client, session = int(real.name.split("-")[0].removeprefix("client_")), real.name.partition("-")[2]
+    client = int(real.name.split("-")[0].removeprefix("client_"))
+    session = real.name.partition("-")[2]
     outside = tmp_path / "lightning_logs" / "outside"
     outside.mkdir()
     for other in (real.name, "other.safetensors"):
@@ -115,7 +114,8 @@ def test_a_checkpoint_names_no_file_outside_of_its_run(tiny, tmp_path, name):
 
 def test_a_checkpoint_names_no_folder_but_of_clients(tiny, tmp_path):
     fit(tiny, tmp_path, client_store="disk")
-    run, outside = tmp_path / "lightning_logs" / "version_0", tmp_path / "outside"
+    run = tmp_path / "lightning_logs" / "version_0"
+    outside = tmp_path / "outside"
     (run / "clients").rename(outside)
     changed(checkpoint(tmp_path), lambda saved: saved.update(folder=str(outside)))
     with pytest.raises(ValueError, match=r"lists files in '.*outside'"):
@@ -273,10 +273,10 @@ def test_names_of_columns_do_not_reach_the_terminal_as_they_are(tmp_path, capsys
     columns = ["epoch", f"train/{CONTROL}loss", "train/a|b", "personal/local_test"]
     (tmp_path / "metrics.csv").write_text(",".join(columns) + "\n0,0.5,0.25,0.75\n", newline="")
     main(["report", str(tmp_path)])
-    shown = capsys.readouterr().out
-    assert all(letter.isprintable() or letter == "\n" for letter in shown)
-    assert "]0;owned" in shown
-    assert shown.splitlines()[0].count("|") == 5
+    output = capsys.readouterr().out
+    assert all(letter.isprintable() or letter == "\n" for letter in output)
+    assert "]0;owned" in output
+    assert output.splitlines()[0].count("|") == 5
 
 
 def test_results_of_a_comparison_do_not_reach_the_terminal_as_they_are(tmp_path, monkeypatch, capsys):
@@ -355,10 +355,12 @@ def test_a_checkpoint_of_another_format_is_rejected_by_both_numbers(tiny, tmp_pa
     content = torch.load(checkpoint(tmp_path), weights_only=True)
     assert content["perada"]["format"] == 1
     torch.save(content | {"perada": {"format": format, "a later key": 3}}, checkpoint(tmp_path))
-    said = f"^the checkpoint has format {format}, but this release of perada reads format 1; read it with the release"
-    with pytest.raises(ValueError, match=said):
+    message = (
+        f"^the checkpoint has format {format}, but this release of perada reads format 1; read it with the release"
+    )
+    with pytest.raises(ValueError, match=message):
         fit(tiny, tmp_path, ckpt_path=str(checkpoint(tmp_path)))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         perada.Run.load(checkpoint(tmp_path))
 
 

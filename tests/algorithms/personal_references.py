@@ -44,7 +44,8 @@ def standalone(ref):
 
 
 def ditto(ref, until_round=0, rule=None, **distillation):
-    w, personal = ref.initial, ref.copies()
+    w = ref.initial
+    personal = ref.copies()
     for round, batches in enumerate(ref.rounds):
         updates = []
         for m, client_batches in batches.items():
@@ -75,7 +76,8 @@ def mtl(ref):
 
 
 def pfedme(ref, strength=2.0, inner_steps=3, beta=1.0, restart=False):
-    w, personal = ref.initial, ref.copies()
+    w = ref.initial
+    personal = ref.copies()
     for batches in ref.rounds:
         updates = []
         for m, client_batches in batches.items():
@@ -102,7 +104,10 @@ def pfedme_restarted(ref):
 
 
 def apfl(ref, alpha=0.3, lr_alpha=0.0):
-    w, own_states, personal, alphas = ref.initial, ref.copies(), ref.copies(), [alpha] * len(SIZES)
+    w = ref.initial
+    own_states = ref.copies()
+    personal = ref.copies()
+    alphas = [alpha] * len(SIZES)
 
     def mixture(m, local):
         return own_states[m] | {k: alphas[m] * own_states[m][k] + (1 - alphas[m]) * local[k] for k in ref.trained}
@@ -136,7 +141,8 @@ def apfl_adapted(ref):
 
 def partly_shared(ref, is_own, phases, local_training):
     """Clients keep ``is_own`` and share the rest: what a client trains from is the global state with its own part."""
-    w, own_parts = ref.initial, [chosen(ref.initial, is_own) for _ in CLIENTS]
+    w = ref.initial
+    own_parts = [chosen(ref.initial, is_own) for _ in CLIENTS]
     for batches in ref.rounds_in_phases(phases):
         updates = []
         for m, client_batches in batches.items():
@@ -225,7 +231,8 @@ def fedsim_output(ref):
 
 def fedrod(ref, gamma=1.0):
     """Two networks: the generic one, and a head of one's own on what its head is given."""
-    w, heads = ref.initial, [{key: ref.zeros()[key] for key in ref.trained if is_head(key)} for _ in CLIENTS]
+    w = ref.initial
+    heads = [{key: ref.zeros()[key] for key in ref.trained if is_head(key)} for _ in CLIENTS]
     weight, bias = sorted(heads[0], reverse=True)
     for batches in ref.rounds:
         updates = []
@@ -284,7 +291,8 @@ def mixed(state, weight):
 
 
 def feddpa(ref, weight=0.5):
-    w, own_parts = ref.initial, [chosen(ref.initial, lambda key: not is_shared(key)) for _ in CLIENTS]
+    w = ref.initial
+    own_parts = [chosen(ref.initial, lambda key: not is_shared(key)) for _ in CLIENTS]
     for batches in ref.rounds:
         updates = []
         for m, client_batches in batches.items():

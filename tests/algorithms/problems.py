@@ -21,10 +21,19 @@ from perada.adapters import DualLoraConfig
 from perada.data import Phase
 from tests.options import sections
 
-ROUNDS, CLIENTS_PER_ROUND, BATCH, EPOCHS, CLASSES = 3, 3, 4, 2, 3
+ROUNDS = 3
+CLIENTS_PER_ROUND = 3
+BATCH = 4
+EPOCHS = 2
+CLASSES = 3
 SIZES = (9, 3, 14, 6)
 CLIENTS = range(len(SIZES))
-LR_PERSONAL, LR_LOCAL, LR_SERVER, PROX, DISTILL_STEPS, PUBLIC = 0.2, 0.1, 2.0, 0.7, 4, 7
+LR_PERSONAL = 0.2
+LR_LOCAL = 0.1
+LR_SERVER = 2.0
+PROX = 0.7
+DISTILL_STEPS = 4
+PUBLIC = 7
 QUIET = {
     "logger": False,
     "enable_checkpointing": False,

@@ -73,7 +73,11 @@ def fedavg_ft(ref):
 
 
 def fedbabu(ref, tuned=lambda key: is_head(key)):
-    w, is_body = ref.initial, lambda key: not is_head(key)
+    w = ref.initial
+
+    def is_body(key):
+        return not is_head(key)
+
     for batches in ref.rounds:
         updates = [ref.train(w, client_batches, LR_LOCAL, which=is_body) for client_batches in batches.values()]
         w = {key: value if is_body(key) else w[key] for key, value in ref.mean(updates).items()}
@@ -89,7 +93,9 @@ def fedprox(ref):
 
 
 def feddyn(ref, alpha=0.3):
-    w, server, clients = ref.initial, ref.zeros(), [ref.zeros() for _ in CLIENTS]
+    w = ref.initial
+    server = ref.zeros()
+    clients = [ref.zeros() for _ in CLIENTS]
     for batches in ref.rounds:
         updates = []
         for m, client_batches in batches.items():
@@ -106,15 +112,16 @@ def feddyn(ref, alpha=0.3):
 
 def moon(ref, mu=2.0, tau=0.5):
     """One image at a time; the representation is what ``fc`` is given."""
-    w, previous = ref.initial, ref.copies()
+    w = ref.initial
+    previous = ref.copies()
 
     def represented(state, x, train):
         model = ref.model.train(train)
-        found = []
-        hook = model.get_submodule(ref.head).register_forward_pre_hook(lambda _, args: found.append(args[0]))
+        results = []
+        hook = model.get_submodule(ref.head).register_forward_pre_hook(lambda _, args: results.append(args[0]))
         logits = functional_call(model, state, (x,))
         hook.remove()
-        return logits, found[0]
+        return logits, results[0]
 
     for batches in ref.rounds:
         updates = []
@@ -142,9 +149,12 @@ def moon(ref, mu=2.0, tau=0.5):
 
 def scaffold(ref, server_lr=1.0):
     """Option II as it is printed: c_i ← c_i − c + (x − y) / (K η)."""
-    w, server, clients = ref.initial, ref.zeros(), [ref.zeros() for _ in CLIENTS]
+    w = ref.initial
+    server = ref.zeros()
+    clients = [ref.zeros() for _ in CLIENTS]
     for batches in ref.rounds:
-        updates, changes = [], []
+        updates = []
+        changes = []
         for m, client_batches in batches.items():
             update = ref.train(w, client_batches, LR_LOCAL, slope=ref.difference(server, clients[m]))
             drift = ref.difference(w, update)
@@ -201,7 +211,9 @@ def median(ref):
         mean = ref.mean(updates)
         out = {}
         for key, value in mean.items():
-            low, middle, high = updates[0][key], updates[1][key], updates[2][key]
+            low = updates[0][key]
+            middle = updates[1][key]
+            high = updates[2][key]
             ordered = low.minimum(middle).maximum(low.maximum(middle).minimum(high))
             out[key] = ordered if value.is_floating_point() else value
         return out
@@ -211,7 +223,8 @@ def median(ref):
 
 def fedadam(ref, lr=0.1, beta1=0.9, beta2=0.99, tau=1e-3):
     """Reddi et al. 2021, Algorithm 2; running statistics take the mean."""
-    first, second = ref.zeros(), {key: value + tau**2 for key, value in ref.zeros().items()}
+    first = ref.zeros()
+    second = {key: value + tau**2 for key, value in ref.zeros().items()}
 
     def rule(updates, w):
         mean = ref.mean(updates)
@@ -234,7 +247,8 @@ def fedavg_fedadam(ref):
     return fedavg(ref, rule=fedadam(ref))
 
 
-MODES, STRATA = 3, 3
+MODES = 3
+STRATA = 3
 
 
 def fed_ensemble(ref, base=None, prox=0.0, personal_prox=None, by_loss=False, keeps_best=False, finish=None, rule=None):
@@ -245,8 +259,10 @@ def fed_ensemble(ref, base=None, prox=0.0, personal_prox=None, by_loss=False, ke
     one mode, in place of the mean.
     """
     start = finetune(FedEnsemble(base=base or FedAvg(), modes=MODES, strata=STRATA), ref.problem, rounds=0)
-    modes, personal = start.states("global"), start.states("personal") if personal_prox is not None else None
-    best, rules = [0 for _ in CLIENTS], [rule(ref) if rule else lambda updates, w: ref.mean(updates) for _ in modes]
+    modes = start.states("global")
+    personal = start.states("personal") if personal_prox is not None else None
+    best = [0 for _ in CLIENTS]
+    rules = [rule(ref) if rule else lambda updates, w: ref.mean(updates) for _ in modes]
     for round, batches in enumerate(ref.rounds):
         given = mode_schedule(0, round, len(SIZES), MODES, STRATA).tolist()
         updates = [[] for _ in modes]

@@ -3,7 +3,9 @@
 
 from itertools import pairwise
 
-FULL, CONV1, HEAD = 11_181_642, 3 * 64 * 7 * 7, 512 * 10 + 10
+FULL = 11_181_642
+CONV1 = 3 * 64 * 7 * 7
+HEAD = 512 * 10 + 10
 WIDTHS = (64, 128, 256, 512)
 NORMS = 2 * (WIDTHS[0] + 4 * sum(WIDTHS) + sum(WIDTHS[1:]))  # the stem, four in each stage, three shortcuts
 ADAPTERS = 4 * sum(width * width + 2 * width for width in WIDTHS)

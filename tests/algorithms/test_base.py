@@ -180,9 +180,11 @@ def test_only_personalised_algorithms_keep_states():
         shared=frozenset(shared[:2]),
         private=frozenset(private[:2]),
     )
-    all_down, all_up = {shared.down, private.down}, {shared.up, private.up}
+    all_down = {shared.down, private.down}
+    all_up = {shared.up, private.up}
     state = {key: torch.zeros(1) for key in tensor_names.keys}
-    everything, kept = set(state), {}
+    everything = set(state)
+    kept = {}
     for name in NAMED:
         algorithm = make_method(name)
         if name != "fed_ensemble":  # keeps what its base does

@@ -39,7 +39,8 @@ def row(rounds, data=None, **options):
 def test_the_rest_of_a_world_of_two_is_the_other_one(engine):
     before, after = (row(rounds, engine=engine) for rounds in (1, 2))
     for client, other in ((0, 1), (1, 0)):
-        seen, sent = after.state("personal", client), before.state("personal", other)
+        seen = after.state("personal", client)
+        sent = before.state("personal", other)
         for mine, theirs in ((A_SHARED, A_OWN), (B_SHARED, B_OWN)):
             torch.testing.assert_close(seen[mine], sent[theirs], rtol=0, atol=1e-15)
             assert not torch.equal(seen[theirs], sent[theirs])
@@ -53,7 +54,8 @@ def test_the_server_holds_the_mean_of_all_also_of_those_not_drawn():
 
 
 def test_a_client_that_never_took_part_has_what_it_began_with():
-    run, ref = finetune("fedalt_row", "net-gate", rounds=1), reference("net-gate")
+    run = finetune("fedalt_row", "net-gate", rounds=1)
+    ref = reference("net-gate")
     (left_out,) = set(CLIENTS) - set(ref.rounds[0])
     for key, value in run.state("personal", left_out).items():
         assert torch.equal(value, ref.initial[key]), key
@@ -108,22 +110,23 @@ def test_global_branches_are_those_of_fedavg_without_the_private_one():
         ref.initial = initial
     assert all(not value.any() for key, value in w.items() if is_private(key))
     for algorithm in ("feddpa", "feddpa_f"):
-        found = finetune(algorithm, "net-branches").state("global")
-        for key, value in found.items():
+        actual = finetune(algorithm, "net-branches").state("global")
+        for key, value in actual.items():
             expected = initial[key] if is_private(key) else w[key]
             torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_the_global_gradient_is_that_of_the_global_branch():
     """‖∇L‖² by what is sent, at the initial state: the mean over clients of their gradients on all their images."""
-    run, ref = finetune("feddpa", "net-branches", rounds=1, diagnostics=["gradient_norms"]), reference("net-branches")
+    run = finetune("feddpa", "net-branches", rounds=1, diagnostics=["gradient_norms"])
+    ref = reference("net-branches")
     means = []
     for m in ref.rounds[0]:
         leaves = {key: value.clone().requires_grad_(key in ref.trained) for key, value in ref.initial.items()}
         x, y = task().train[m][:]
         F.cross_entropy(functional_call(ref.model.eval(), leaves, (x,)), y).backward()
         means.append({key: leaves[key].grad for key in ref.trained if not is_private(key)})
-    squares = sum(float((sum(one[key] for one in means) / len(means)).square().sum()) for key in means[0])
+    squares = sum(float((sum(mean[key] for mean in means) / len(means)).square().sum()) for key in means[0])
     assert run.metrics["rounds"][0]["theory/global_gradient"] == pytest.approx(squares, rel=1e-6)
 
 
@@ -138,30 +141,34 @@ def test_weights_at_their_ends(weight):
 
 
 def test_branches_count_in_what_is_trained_and_sent():
-    a, b, head, gate = 2 * 9, 4 * 2, 4 * CLASSES + CLASSES, 2 * 9
+    a = 2 * 9
+    b = 4 * 2
+    head = 4 * CLASSES + CLASSES
+    gate = 2 * 9
     for algorithm, adapter, trained, sent, received in (
         ("feddpa", BRANCHES, 2 * (a + b + head), a + b + head, a + b + head),
         ("feddpa_f", BRANCHES, a + b + head, a + b + head, a + b + head),
         ("fedalt_row", GATE, a + b + head + gate, a + b, a + b + 1),
     ):
-        found = finetune(algorithm, adapter=adapter, rounds=1).metrics["rounds"][0]
-        assert found["params/trained"] == trained
-        assert found["params/sent"] == sent
-        assert found["comm/up_mb"] == pytest.approx(3 * 8 * sent / 1e6)
-        assert found["comm/down_mb"] == pytest.approx(3 * 8 * received / 1e6)
+        result = finetune(algorithm, adapter=adapter, rounds=1).metrics["rounds"][0]
+        assert result["params/trained"] == trained
+        assert result["params/sent"] == sent
+        assert result["comm/up_mb"] == pytest.approx(3 * 8 * sent / 1e6)
+        assert result["comm/down_mb"] == pytest.approx(3 * 8 * received / 1e6)
 
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize(("algorithm", "adapter"), ADAPTERS)
 def test_plain_peft_loads_complete_adapters(algorithm, adapter, tmp_path):
-    found, x = finetune(algorithm, adapter=adapter), task().public[:][0]
-    found.export(tmp_path)
+    result = finetune(algorithm, adapter=adapter)
+    x = task().public[:][0]
+    result.export(tmp_path)
     for m in CLIENTS:
         model = PeftModel.from_pretrained(network("net"), str(tmp_path / f"client_{m}")).eval()
-        torch.testing.assert_close(model(x), found.personal(m)(x), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(model(x), result.personal(m)(x), rtol=1e-9, atol=1e-9)
     if algorithm.global_model:
         model = PeftModel.from_pretrained(network("net"), str(tmp_path / "global")).eval()
-        torch.testing.assert_close(model(x), found.global_model()(x), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(model(x), result.global_model()(x), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -173,10 +180,11 @@ def test_a_client_joins(algorithm, adapter):
 
     data = perada.FederatedData([single(client) for client in task().train], num_classes=CLASSES)
     options = {"adapter": adapter, "batch_size": 4, "local_epochs": 1} | QUIET
-    found = perada.finetune(network("net").float(), data, **sections(algorithm=algorithm, rounds=2, **options))
+    result = perada.finetune(network("net").float(), data, **sections(algorithm=algorithm, rounds=2, **options))
     alone = perada.FederatedData([single(task().train[0])], num_classes=CLASSES)
-    joined = perada.personalize(found, alone, "late", accelerator="cpu")
-    personal, w = joined.state("personal", len(CLIENTS)), found.state("global")
+    joined = perada.personalize(result, alone, "late", accelerator="cpu")
+    personal = joined.state("personal", len(CLIENTS))
+    w = result.state("global")
     assert personal[B_OWN].any()
     if isinstance(algorithm, RestOfWorld):  # all clients are others to it
         assert torch.equal(personal[A_SHARED], w[A_OWN]) and torch.equal(personal[B_SHARED], w[B_OWN])

@@ -70,7 +70,8 @@ def rejected(algorithm="fedavg", **options):
 
 
 def test_what_fits_is_trained_and_left_as_it_was():
-    algorithm, rule = Own(), Rule()
+    algorithm = Own()
+    rule = Rule()
     run = finetune(algorithm, "net-full", rounds=2, server_rule=rule)
     assert len(run.metrics["rounds"]) == 2
     assert vars(algorithm) == vars(Own())

@@ -95,7 +95,8 @@ class Listener(FedEnsemble):
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_modes_are_compared_on_every_training_image_once(engine):
     """Whatever the batches: nine images in batches of four are not twelve."""
-    algorithm, ref = Listener(assignment="loss", **MODES), reference("net-full")
+    algorithm = Listener(assignment="loss", **MODES)
+    ref = reference("net-full")
     finetune(algorithm, engine=engine, rounds=1)
     clients, modes, losses = algorithm.heard
     expected = torch.tensor([[ref.loss(mode, m) for mode in modes] for m in clients])

@@ -104,7 +104,8 @@ class Watched(FedBE):
 @pytest.fixture
 def spreads(monkeypatch):
     """Centers and standard deviations that models are drawn with, of each round."""
-    noted, plain = [], ensembles.draw_gaussian
+    noted = []
+    plain = ensembles.draw_gaussian
 
     def noting(center, spread, *arguments):
         noted.append((center, spread))
@@ -124,7 +125,8 @@ def test_by_moments_models_are_drawn_with_the_clients_deviations(weighting, spre
     statistics = {name for name in center if name.endswith(("running_var", "num_batches_tracked"))}
     assert center.keys() - spread.keys() == statistics and len(statistics) == 2
     for name, value in spread.items():
-        rows, shares = algorithm.sent[name], algorithm.weights.tolist()
+        rows = algorithm.sent[name]
+        shares = algorithm.weights.tolist()
         middle = sum(share * row for share, row in zip(shares, rows, strict=True))
         expected = sum(share * (row - middle) ** 2 for share, row in zip(shares, rows, strict=True)).sqrt()
         torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
@@ -142,11 +144,12 @@ def test_secure_sums_of_few_bits_have_the_deviations_of_small_changes(spreads):
 
 
 def test_no_squares_are_sent_of_what_is_frozen():
-    sent, trained = [], []
+    sent = []
+    trained = []
     for algorithm in (FedBE(moments=True), FFALoRA(FedBE(moments=True))):
-        found = finetune(algorithm, "net-adapter", rounds=1).metrics["rounds"][0]
-        sent.append(found["params/sent"])
-        trained.append(found["params/trained"])
+        result = finetune(algorithm, "net-adapter", rounds=1).metrics["rounds"][0]
+        sent.append(result["params/sent"])
+        trained.append(result["params/trained"])
     of_a = trained[0] - trained[1]
     assert of_a > 0 and sent[0] - sent[1] == 2 * of_a
 

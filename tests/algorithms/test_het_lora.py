@@ -32,7 +32,12 @@ from tests.options import sections
 
 from .problems import CLASSES, CLIENTS, QUIET, SIZES, assert_equal, assert_same, task
 
-R, ALPHA, RANKS, LR, LR_OWN, PROX = 3, 6, (3, 1, 2, 1), 0.1, 0.2, 0.7
+R = 3
+ALPHA = 6
+RANKS = (3, 1, 2, 1)
+LR = 0.1
+LR_OWN = 0.2
+PROX = 0.7
 WIDTHS = {"one": (36, 6), "two": (6, 5)}
 LAYERS = LoraConfig(r=R, lora_alpha=ALPHA, target_modules=[*WIDTHS], init_lora_weights=True)
 HEAD = ("fc.modules_to_save.default.weight", "fc.modules_to_save.default.bias")
@@ -134,7 +139,8 @@ def decomposed(sent, weights):
 
 def loop(rounds, prox=None, weighted=False, merge=averaged):
     """Global state, and what clients predict with, all as large as the adapter."""
-    w, personal = start(), [small(start(), rank) for rank in RANKS]
+    w = start()
+    personal = [small(start(), rank) for rank in RANKS]
     for batches in rounds:
         sent = []
         for m, images in batches.items():
@@ -167,34 +173,34 @@ def batches_of(clients):
 def test_clients_have_networks_of_their_own_rank(base, prox, part, engine):
     weighted = part is None
     options = {"engine": engine, "clients_per_round": part, "weighting": "samples" if weighted else "uniform"}
-    found = run(HetLoRA(base, list(RANKS)), **options)
+    result = run(HetLoRA(base, list(RANKS)), **options)
     w, personal = loop(batches_of(part), prox, weighted)
-    assert_same(found.state("global"), w, "global")
+    assert_same(result.state("global"), w, "global")
     for m in CLIENTS:
-        assert_same(found.state("personal", m), personal[m], f"client {m}")
+        assert_same(result.state("personal", m), personal[m], f"client {m}")
         x = task().public[:][0]
-        torch.testing.assert_close(found.personal(m)(x), logits(small(personal[m], RANKS[m]), x), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(result.personal(m)(x), logits(small(personal[m], RANKS[m]), x), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "prox"), [(FedAvg(), None), (Ditto(PROX), PROX)])
 @pytest.mark.parametrize("part", [3, None])
 def test_the_servers_rule_may_be_flexloras(base, prox, part):
-    found = run(HetLoRA(base, list(RANKS)), server_rule="svd", clients_per_round=part)
+    result = run(HetLoRA(base, list(RANKS)), server_rule="svd", clients_per_round=part)
     w, personal = loop(batches_of(part), prox, merge=decomposed)
-    assert_same(found.state("global"), w, "global")
+    assert_same(result.state("global"), w, "global")
     for m in CLIENTS:
-        assert_same(found.state("personal", m), personal[m], f"client {m}")
+        assert_same(result.state("personal", m), personal[m], f"client {m}")
 
 
 def test_ranks_that_no_client_of_a_round_has_are_lost_by_name_and_not_by_svd():
     """As the paper's zero-padding says; a column of B and a row of A that are zero have no gradient."""
     ranks = {str(m): 2 if m in batches_of(3)[0] else R for m in CLIENTS}
     with pytest.warns(UserWarning, match=r"round 1.*rank above 2"):
-        found = run(HetLoRA(ranks=ranks), rounds=1)
-    assert_equal(found.state("global"), large(small(found.state("global"), 2)))
-    found = run(HetLoRA(ranks=ranks), rounds=1, server_rule="svd").state("global")
-    assert all(found[a(layer)].norm(dim=1).allclose(torch.ones(R).double()) for layer in WIDTHS)
+        result = run(HetLoRA(ranks=ranks), rounds=1)
+    assert_equal(result.state("global"), large(small(result.state("global"), 2)))
+    result = run(HetLoRA(ranks=ranks), rounds=1, server_rule="svd").state("global")
+    assert all(result[a(layer)].norm(dim=1).allclose(torch.ones(R).double()) for layer in WIDTHS)
 
 
 NO_BASES = {
@@ -222,7 +228,8 @@ ADAM = {"optimizer": "adamw", "weight_decay": 0.1}
 @pytest.mark.every(21)
 def test_padding_is_as_if_it_were_not_there(base, options, monkeypatch):
     """Rank 2 in an adapter of rank 3, or 2 of the same scale."""
-    first, made = start(), FederatedClassifier.initial_state
+    first = start()
+    made = FederatedClassifier.initial_state
 
     def initial(module, index):
         rank = len(made(module, index)[a("one")])
@@ -234,10 +241,11 @@ def test_padding_is_as_if_it_were_not_there(base, options, monkeypatch):
     def trained(adapter):
         return run(HetLoRA(make_algorithm(base, **BASE_OPTIONS.get(base, {})), [2]), adapter=adapter, **options)
 
-    found, expected = trained(LAYERS), trained(least)
-    assert_same(small(found.state("global"), 2), expected.state("global"), "global")
+    actual = trained(LAYERS)
+    expected = trained(least)
+    assert_same(small(actual.state("global"), 2), expected.state("global"), "global")
     for m in CLIENTS:
-        state = found.state("personal", m)
+        state = actual.state("personal", m)
         assert_same(small(state, 2), expected.state("personal", m), f"client {m}")
         assert_equal(state, large(small(state, 2)))
 
@@ -245,10 +253,10 @@ def test_padding_is_as_if_it_were_not_there(base, options, monkeypatch):
 @pytest.mark.every(3)
 @pytest.mark.parametrize("base", [FedAvg(), PerAda(), FedRep()])
 def test_whole_ranks_change_nothing_under_a_rule_that_is_not_of_the_mean(base):
-    found, expected = (run(one, server_rule="median") for one in (HetLoRA(base, [R]), base))
-    assert_equal(found.state("global"), expected.state("global"))
+    actual, expected = (run(one, server_rule="median") for one in (HetLoRA(base, [R]), base))
+    assert_equal(actual.state("global"), expected.state("global"))
     for m in CLIENTS:
-        assert_equal(found.state("personal", m), expected.state("personal", m))
+        assert_equal(actual.state("personal", m), expected.state("personal", m))
 
 
 @pytest.mark.every(5)
@@ -256,14 +264,15 @@ def test_whole_ranks_change_nothing_under_a_rule_that_is_not_of_the_mean(base):
 @pytest.mark.parametrize("base", [Ditto(), PFedMe(), FedAvg()])
 @pytest.mark.parametrize("section", [Privacy, ClientPrivacy])
 def test_noise_does_not_reach_the_padding(base, section, monkeypatch):
-    sent, rule = [], Mean.__call__
+    sent = []
+    rule = Mean.__call__
     monkeypatch.setattr(
         Mean, "__call__", lambda own, given: sent.append(given.updates.gathered_all()) or rule(own, given)
     )
     private = section(noise_multiplier=0.7, max_norm=0.5, delta=1e-3, secure_rng=False)
     name = "privacy" if section is Privacy else "client_privacy"
-    found = run(HetLoRA(base, [1]), clients_per_round=None, **{name: private})
-    states = found.states("personal")
+    result = run(HetLoRA(base, [1]), clients_per_round=None, **{name: private})
+    states = result.states("personal")
     if section is Privacy:
         states += [{key: value[m] for key, value in own.items()} for own in sent[-3:] for m in CLIENTS]
     for state in states:
@@ -280,9 +289,10 @@ def test_noise_does_not_reach_the_padding(base, section, monkeypatch):
     ],
 )
 def test_what_a_client_has_is_counted(base, times):
-    head, factors = CLASSES * 6, sum(map(sum, WIDTHS.values()))
-    found = run(HetLoRA(base, list(RANKS)))
-    for batches, row in zip(batches_of(3), found.metrics["rounds"], strict=True):
+    head = CLASSES * 6
+    factors = sum(map(sum, WIDTHS.values()))
+    result = run(HetLoRA(base, list(RANKS)))
+    for batches, row in zip(batches_of(3), result.metrics["rounds"], strict=True):
         num_values = head + factors * sum(RANKS[m] for m in batches) / 3
         twice = 1 + isinstance(base, Scaffold)
         assert row["params/trained"] == pytest.approx(times * num_values)
@@ -304,8 +314,9 @@ ADAPTERS = {
 @pytest.mark.parametrize("base", [FedAvg(), Ditto(), FedRep()])
 @pytest.mark.every(9)
 def test_plain_peft_loads_adapters_of_each_clients_rank(base, adapter, tmp_path):
-    found, x = run(HetLoRA(base, list(RANKS)), adapter=ADAPTERS[adapter], rounds=2), task().public[:][0]
-    found.export(tmp_path)
+    result = run(HetLoRA(base, list(RANKS)), adapter=ADAPTERS[adapter], rounds=2)
+    x = task().public[:][0]
+    result.export(tmp_path)
     again = perada.Run.load(tmp_path, backbone=Net())
     for m in CLIENTS:
         config = json.loads((tmp_path / f"client_{m}" / "adapter_config.json").read_text())
@@ -313,9 +324,9 @@ def test_plain_peft_loads_adapters_of_each_clients_rank(base, adapter, tmp_path)
         assert ranks == [min(RANKS[m], 3), min(RANKS[m], 2 if adapter == "patterns" else 3)]
         model = PeftModel.from_pretrained(Net(), str(tmp_path / f"client_{m}")).eval()
         assert [model.get_submodule(f"base_model.model.{name}").r["default"] for name in WIDTHS] == ranks
-        torch.testing.assert_close(model(x), found.personal(m)(x), rtol=1e-9, atol=1e-9)
-        assert_equal(again.state("personal", m), found.state("personal", m))
-    assert_equal(again.state("global"), found.state("global"))
+        torch.testing.assert_close(model(x), result.personal(m)(x), rtol=1e-9, atol=1e-9)
+        assert_equal(again.state("personal", m), result.state("personal", m))
+    assert_equal(again.state("global"), result.state("global"))
     saved = json.loads((tmp_path / "run.json").read_text())
     assert saved["info"]["lora_ranks"] == list(RANKS)
 
@@ -375,8 +386,8 @@ def test_a_client_that_joins_has_the_whole_rank():
     )
     data = perada.FederatedData([single.train[0]] * 2, num_classes=CLASSES)
     options = {"adapter": LAYERS, "rounds": 1, "batch_size": 4} | QUIET
-    found = perada.finetune(Net().float(), data, **sections(algorithm=HetLoRA(Ditto(), [1, 2]), **options))
-    joined = perada.personalize(found, single, "late", accelerator="cpu")
+    result = perada.finetune(Net().float(), data, **sections(algorithm=HetLoRA(Ditto(), [1, 2]), **options))
+    joined = perada.personalize(result, single, "late", accelerator="cpu")
     assert joined.info["lora_ranks"] == [1, 2]
     assert joined.state("personal", 2)[b("one")][:, :2].any()
 

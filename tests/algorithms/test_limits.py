@@ -49,7 +49,8 @@ def assert_same_global(run, other):
 
 def assert_same_personal(run, other):
     for m in CLIENTS:
-        state, expected = run.state("personal", m), other.state("personal", m)
+        state = run.state("personal", m)
+        expected = other.state("personal", m)
         assert_same(state, expected, f"personal {m}", relative=ROUNDING, absolute=ROUNDING)
 
 
@@ -150,7 +151,8 @@ def test_apfl_of_alpha_one_is_standalone(engine):
 @pytest.mark.slow
 @WAYS
 def test_one_mode_of_perada_is_perada(engine, problem):
-    run, alone = train(FedEnsemble(base=NO_KD, modes=1, strata=2), engine, problem), train(NO_KD, engine, problem)
+    run = train(FedEnsemble(base=NO_KD, modes=1, strata=2), engine, problem)
+    alone = train(NO_KD, engine, problem)
     assert_same_global(run, alone)
     assert_same_personal(run, alone)
 
@@ -169,7 +171,8 @@ class FedAvgOfBody(FedAvg):
 @WAYS
 def test_fedrep_without_head_epochs_is_fedavg_of_the_body(engine, problem):
     """Heads do not move and all start the same: everybody's model is that of FedAvg whose head is frozen."""
-    run, body = train(FedRep(head_epochs=0), engine, problem), train(FedAvgOfBody(), engine, problem)
+    run = train(FedRep(head_epochs=0), engine, problem)
+    body = train(FedAvgOfBody(), engine, problem)
     assert_same_personal(run, body)
     assert distance(body.state("global"), fedavg(engine, problem).state("global")) > 0.01
     initial = finetune("fedavg", problem, rounds=0).state("global")

@@ -41,9 +41,12 @@ from tests.options import sections
 
 from .problems import CLASSES, CLIENTS, QUIET, assert_equal, assert_same, finetune, reference, task
 
-WIDTH, RANK, ALPHA = 36, 2, 3
+WIDTH = 36
+RANK = 2
+ALPHA = 3
 LAYER = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["layer"], init_lora_weights=True)
-A, B = "layer.lora_A.default.weight", "layer.lora_B.default.weight"
+A = "layer.lora_A.default.weight"
+B = "layer.lora_B.default.weight"
 
 
 class Square(nn.Module):
@@ -131,14 +134,14 @@ QUIETLY = pytest.mark.filterwarnings("ignore:.*(delta=|secure_rng|test mode|repe
 
 
 def same(base, options):
-    found = run(FFALoRA(base()), **options)
+    result = run(FFALoRA(base()), **options)
     expected = run(base(), Features(Square(), start()[A]), **options | {"adapter": "full"})
-    for state, other in zip(found.states("global"), expected.states("global"), strict=True):
+    for state, other in zip(result.states("global"), expected.states("global"), strict=True):
         assert_same(plain(state), other, "global")
-    for m in CLIENTS if len(found.states("global")) == 1 else ():
-        assert_same(plain(found.state("personal", m)), expected.state("personal", m), f"personal {m}")
+    for m in CLIENTS if len(result.states("global")) == 1 else ():
+        assert_same(plain(result.state("personal", m)), expected.state("personal", m), f"personal {m}")
         images = task().public[:][0]
-        torch.testing.assert_close(found.personal(m)(images), expected.personal(m)(images), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(result.personal(m)(images), expected.personal(m)(images), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
@@ -171,18 +174,18 @@ def residual(aggregation):
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "ffa_lora", "rolora"])
 def test_means_of_products_are_products_of_means(algorithm, monkeypatch):
-    found = []
+    results = []
 
     def averaged(_, aggregation):
-        found.append(residual(aggregation))
+        results.append(residual(aggregation))
         return aggregation.updates.mean(aggregation.weights)
 
     monkeypatch.setattr(Mean, "__call__", averaged)
     # Keeps single updates, which the rule that is put in its place looks at.
     monkeypatch.setattr(FedAvg, "mean_is_enough", False)
     run(algorithm, rounds=4)
-    assert len(found) == 4
-    assert min(found) > 1e-3 if algorithm == "fedavg" else max(found) < 1e-14
+    assert len(results) == 4
+    assert min(results) > 1e-3 if algorithm == "fedavg" else max(results) < 1e-14
 
 
 @pytest.mark.slow
@@ -190,10 +193,10 @@ def test_means_of_products_are_products_of_means(algorithm, monkeypatch):
 def test_each_of_several_global_models_has_its_a(base):
     modes = {"modes": 2, "strata": 2}
     first = run(FedEnsemble(base, **modes), rounds=0).states("global")
-    found = [
+    result = [
         run(one).states("global") for one in (FFALoRA(FedEnsemble(base, **modes)), FedEnsemble(FFALoRA(base), **modes))
     ]
-    for before, one, other in zip(first, *found, strict=True):
+    for before, one, other in zip(first, *result, strict=True):
         assert_equal(one, other)
         assert torch.equal(one[A], before[A])
         assert not torch.equal(one[B], before[B])
@@ -205,7 +208,8 @@ def sizes(found, round):
     return [row[name] for name in ("params/trained", "params/sent", "comm/up_mb")]
 
 
-WHOLE_FACTORS, HEAD_NUMBERS = 2 * RANK * WIDTH, CLASSES * (WIDTH + 1)
+WHOLE_FACTORS = 2 * RANK * WIDTH
+HEAD_NUMBERS = CLASSES * (WIDTH + 1)
 
 
 @pytest.mark.parametrize(
@@ -219,10 +223,11 @@ WHOLE_FACTORS, HEAD_NUMBERS = 2 * RANK * WIDTH, CLASSES * (WIDTH + 1)
     ],
 )
 def test_half_of_loras_numbers_are_trained_and_sent(algorithm, trained, sent):
-    clients, bytes_ = 3, 8
-    found = run(algorithm, rounds=2)
+    clients = 3
+    bytes_ = 8
+    result = run(algorithm, rounds=2)
     for round in range(2):
-        assert sizes(found, round) == [trained, sent, pytest.approx(clients * bytes_ * sent / 1e6)]
+        assert sizes(result, round) == [trained, sent, pytest.approx(clients * bytes_ * sent / 1e6)]
 
 
 HEAD = "fc.modules_to_save.default.weight", "fc.modules_to_save.default.bias"
@@ -236,14 +241,17 @@ IDLE = {"ffa_lora": ({A}, {A}, {A}), "rolora": ({A}, {B}, {A}), "fedsa_lora": ((
 def test_three_rounds_of_two_clients_by_hand(algorithm, engine):
     """All clients take part, and take two steps a round on all of their images."""
     data = [client[:] for client in task().train[:2]]
-    square, first, private_names = Square(), start(), OWN.get(algorithm, set())
+    square = Square()
+    first = start()
+    private_names = OWN.get(algorithm, set())
 
     def loss(state, x, y):
         x = x.flatten(1)
         hidden = square.layer(x) + ALPHA / RANK * (x @ state[A].T @ state[B].T)
         return F.cross_entropy(hidden.tanh() @ state[HEAD[0]].T + state[HEAD[1]], y)
 
-    shared, kept = first, [first, first]
+    shared = first
+    kept = [first, first]
     for idle in IDLE[algorithm]:
         ends = []
         for m, (x, y) in enumerate(data):
@@ -254,8 +262,9 @@ def test_three_rounds_of_two_clients_by_hand(algorithm, engine):
                 gradients = torch.autograd.grad(loss(leaves, x, y), [leaves[key] for key in names])
                 state |= {key: state[key] - 0.1 * value for key, value in zip(names, gradients, strict=True)}
             ends.append(state)
-        shared, kept = {key: (ends[0][key] + ends[1][key]) / 2 for key in first}, ends
-    found = perada.finetune(
+        shared = {key: (ends[0][key] + ends[1][key]) / 2 for key in first}
+        kept = ends
+    actual = perada.finetune(
         Square(),
         perada.FederatedData([TensorDataset(*client) for client in data], num_classes=CLASSES),
         **sections(
@@ -266,7 +275,7 @@ def test_three_rounds_of_two_clients_by_hand(algorithm, engine):
     )
     for m in range(2):
         expected = {key: (kept[m] if key in private_names else shared)[key] for key in first}
-        assert_same(found.state("personal", m), expected, f"client {m}")
+        assert_same(actual.state("personal", m), expected, f"client {m}")
 
 
 @pytest.mark.every(3)
@@ -274,8 +283,8 @@ def test_three_rounds_of_two_clients_by_hand(algorithm, engine):
 @pytest.mark.parametrize("options", [{}, PRIVATE, CLIENT], ids=["plain", "images", "clients"])
 def test_factors_take_turns(options):
     """Noise too is added to the factor whose turn it is."""
-    found = [run("rolora", rounds=rounds, **options).state("global") for rounds in range(4)]
-    moved = [(not torch.equal(one[A], two[A]), not torch.equal(one[B], two[B])) for one, two in pairwise(found)]
+    result = [run("rolora", rounds=rounds, **options).state("global") for rounds in range(4)]
+    moved = [(not torch.equal(one[A], two[A]), not torch.equal(one[B], two[B])) for one, two in pairwise(result)]
     assert moved == [(False, True), (True, False), (False, True)]  # B first: A has no gradient where B is zero
 
 
@@ -302,7 +311,12 @@ def test_noise_of_clients_reaches_the_product_once():
     σ is the deviation of the noise in the mean of a round. Without training the second one is that of
     s·B·A, with A and B sums of T draws: the first of A is what A was.
     """
-    rounds, clients, multiplier, norm, width, rank = 6, 3, 2.0, 1.0, 256, 16
+    rounds = 6
+    clients = 3
+    multiplier = 2.0
+    norm = 1.0
+    width = 256
+    rank = 16
     sigma2 = (multiplier * norm / clients) ** 2
 
     class Wide(nn.Module):
@@ -317,10 +331,11 @@ def test_noise_of_clients_reaches_the_product_once():
     private = ClientPrivacy(noise_multiplier=multiplier, max_norm=norm, delta=1e-3, secure_rng=False)
     options = {"adapter": adapter, "rounds": rounds, "lr_local": 0.0, "local_epochs": None, "local_steps": 1}
     torch.manual_seed(0)
-    net, squares = Wide(), {}
+    net = Wide()
+    squares = {}
     for algorithm in ("fedavg", "ffa_lora"):
-        found = run(algorithm, net, client_privacy=private, **options).state("global")
-        squares[algorithm] = float((found[B] @ found[A]).square().sum())
+        result = run(algorithm, net, client_privacy=private, **options).state("global")
+        squares[algorithm] = float((result[B] @ result[A]).square().sum())
     first = run("fedavg", net, **options | {"rounds": 0}).state("global")[A]
     once = rounds * sigma2 * width * float(first.square().sum())
     twice = once + (rounds * sigma2) ** 2 * width * WIDTH * rank
@@ -343,12 +358,13 @@ def test_a_base_is_an_algorithm():
 @pytest.mark.every(4)
 @pytest.mark.parametrize("algorithm", [FFALoRA(), FFALoRA(Ditto()), FedSALoRA(), RoLoRA()])
 def test_plain_peft_loads_complete_adapters(algorithm, tmp_path):
-    found, x = run(algorithm), task().public[:][0]
-    found.export(tmp_path)
+    actual = run(algorithm)
+    x = task().public[:][0]
+    actual.export(tmp_path)
     clients = CLIENTS if algorithm.inference == "personal" else ()
     for folder, wanted in [("global", None)] * algorithm.global_model + [(f"client_{m}", m) for m in clients]:
         model = PeftModel.from_pretrained(Square(), str(tmp_path / folder)).eval()
-        expected = found.global_model() if wanted is None else found.personal(wanted)
+        expected = actual.global_model() if wanted is None else actual.personal(wanted)
         torch.testing.assert_close(model(x), expected(x), rtol=1e-9, atol=1e-9)
 
 
@@ -362,19 +378,22 @@ def test_a_client_that_joins_trains_b_on_the_same_a(base):
 
     data = perada.FederatedData([single(client) for client in task().train], num_classes=CLASSES)
     options = {"adapter": LAYER, "rounds": 1, "batch_size": 4, "local_epochs": 1} | QUIET
-    found = perada.finetune(Square().float(), data, **sections(algorithm=FFALoRA(base), **options))
+    result = perada.finetune(Square().float(), data, **sections(algorithm=FFALoRA(base), **options))
     alone = perada.FederatedData([single(task().train[0])], num_classes=CLASSES)
-    joined = perada.personalize(found, alone, "late", accelerator="cpu")
-    state, before = joined.state("personal", len(CLIENTS)), found.state("global")
+    joined = perada.personalize(result, alone, "late", accelerator="cpu")
+    state = joined.state("personal", len(CLIENTS))
+    before = result.state("global")
     assert torch.equal(state[A], before[A])
     assert torch.equal(state[B], before[B]) == isinstance(base, FedRep)  # who shares B, and trains a head
     assert not torch.equal(state["fc.modules_to_save.default.bias"], before["fc.modules_to_save.default.bias"])
 
 
 def test_clients_without_a_part_keep_their_own():
-    found, ref = finetune("fedsa_lora", "net-adapter", rounds=1), reference("net-adapter")
+    result = finetune("fedsa_lora", "net-adapter", rounds=1)
+    ref = reference("net-adapter")
     (left_out,) = set(CLIENTS) - set(ref.rounds[0])
-    state, shared = found.state("personal", left_out), found.state("global")
+    state = result.state("personal", left_out)
+    shared = result.state("global")
     for key, value in state.items():
         is_private = "lora_B" in key or key.startswith("fc.")
         assert torch.equal(value, ref.initial[key] if is_private else shared[key]), key

@@ -57,16 +57,18 @@ def run(algorithm, adapter, **options):
 @pytest.mark.filterwarnings("ignore:.*none of its clients has a LoRA rank above:UserWarning")
 @pytest.mark.every(200)
 def test_plain_peft_loads_it(adapter, method, tmp_path):
-    found, x = run(method, adapter), task().public[:][0]
-    found.export(tmp_path)
+    result = run(method, adapter)
+    x = task().public[:][0]
+    result.export(tmp_path)
     for m in CLIENTS:
-        folder, plain = tmp_path / f"client_{m}", network()
+        folder = tmp_path / f"client_{m}"
+        plain = network()
         if (folder / "backbone.safetensors").exists():
             plain.load_state_dict(load_file(folder / "backbone.safetensors"))
         model = PeftModel.from_pretrained(plain, str(folder)).eval()
-        torch.testing.assert_close(model(x), found.personal(m)(x), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(model(x), result.personal(m)(x), rtol=1e-9, atol=1e-11)
     again = perada.Run.load(tmp_path, backbone=network())
-    assert torch.equal(again.personal(1)(x), found.personal(1)(x))
+    assert torch.equal(again.personal(1)(x), result.personal(1)(x))
 
 
 def products(state, adapter):

@@ -23,7 +23,10 @@ from tests.options import sections
 
 from .problems import CLASSES, QUIET
 
-ROUNDS, STEPS, PROX, STRENGTH = 3, 3, 0.7, 0.01
+ROUNDS = 3
+STEPS = 3
+PROX = 0.7
+STRENGTH = 0.01
 OPTIMIZERS = {
     "sgd": {"lr_local": 0.3, "lr_personal": 0.2},
     "momentum": {"lr_local": 0.05, "lr_personal": 0.04, "momentum": 0.9},
@@ -63,7 +66,8 @@ def base(layer):
     return f"{layer}.base_layer.weight"
 
 
-DOWNS, UPS = [a(layer) for layer in LAYERS], [b(layer) for layer in LAYERS]
+DOWNS = [a(layer) for layer in LAYERS]
+UPS = [b(layer) for layer in LAYERS]
 
 
 class Plain:
@@ -76,7 +80,7 @@ class Plain:
             (torch.randn(n, 1, 6, 6, generator=random).double(), torch.randint(0, CLASSES, (n,), generator=random))
             for n in self.sizes
         ]
-        self.data = perada.FederatedData([TensorDataset(*one) for one in clients], num_classes=CLASSES)
+        self.data = perada.FederatedData([TensorDataset(*client) for client in clients], num_classes=CLASSES)
         self.clients, self.options, self.net, self.engine = clients, OPTIMIZERS[optimizer], Net(groups), engine
         patterns = {"rank_pattern": {"many": 2, "layer": 4}, "alpha_pattern": {"many": 5}}
         self.adapter = LoraConfig(r=3, lora_alpha=3, use_rslora=groups == 1, target_modules=[*LAYERS], **patterns)
@@ -96,8 +100,10 @@ class Plain:
 
     def logits(self, state, x):
         def run(name, x):
-            layer, factors = getattr(self.net, name), (state[a(name)], state[b(name)])
-            weight, bias = state.get(base(name), layer.weight.detach()), layer.bias
+            layer = getattr(self.net, name)
+            factors = (state[a(name)], state[b(name)])
+            weight = state.get(base(name), layer.weight.detach())
+            bias = layer.bias
             bias = None if bias is None else bias.detach()
             if isinstance(layer, nn.Linear):
                 return F.linear(x, weight, bias) + self.scale[name] * (x @ factors[0].T @ factors[1].T)
@@ -143,7 +149,8 @@ class Plain:
         """Factors filled up with zeros."""
         state = dict(state)
         for layer in LAYERS:
-            down, up = state[a(layer)], state[b(layer)]
+            down = state[a(layer)]
+            up = state[b(layer)]
             more = self.ranks[layer] - len(down) if getattr(getattr(self.net, layer), "groups", 1) == 1 else 0
             state[a(layer)] = torch.cat([down, down.new_zeros(more, *down.shape[1:])])
             state[b(layer)] = torch.cat([up, up.new_zeros(len(up), more, *up.shape[2:])], 1)
@@ -166,7 +173,8 @@ class Plain:
         """Rows of A of the dense decomposition; where it has fewer, those of w, by Gram and Schmidt."""
         state = self.mean(updates, shares)
         for layer in LAYERS:
-            ups, downs = [], []
+            ups = []
+            downs = []
             groups = len(self.blocks(state, layer))
             dense = (self.products(updates, shares, layer) / self.scale[layer]).chunk(groups)
             for matrix, (_, old) in zip(dense, self.blocks(w, layer), strict=True):
@@ -190,7 +198,8 @@ class Plain:
         """The ridge regression as least squares on more rows."""
         state = self.mean(updates, shares)
         for layer in LAYERS:
-            ups, pairs = [], self.blocks(state, layer)
+            ups = []
+            pairs = self.blocks(state, layer)
             dense = (self.products(updates, shares, layer) / self.scale[layer]).chunk(len(pairs))
             for matrix, (up, down) in zip(dense, pairs, strict=True):
                 rows = torch.cat([down.T, math.sqrt(STRENGTH) * torch.eye(len(down)).double()])
@@ -216,9 +225,13 @@ class Plain:
         """FedAvg or Ditto: the global state, what clients predict with, and what was lost in each round."""
         first = self.run("fedavg", rounds=0).state("global")
         ranks = (ranks or [9] * 3)[: len(self.sizes)]
-        w, own, records = first, [self.cut(first, rank) if rank < 9 else first for rank in ranks], []
+        w = first
+        own = [self.cut(first, rank) if rank < 9 else first for rank in ranks]
+        records = []
         for round, clients in enumerate(self.rounds):
-            frozen, updates, shares = idle[round % 2], [], self.shares(clients)
+            frozen = idle[round % 2]
+            updates = []
+            shares = self.shares(clients)
             for m in clients:
                 received = self.cut(w, ranks[m]) if ranks[m] < 9 else w
                 updates.append(self.train(received, m, frozen))
@@ -232,7 +245,8 @@ class Plain:
 
     def fedsa(self):
         first = self.run("fedavg", rounds=0).state("global")
-        shared, personal = {key: first[key] for key in DOWNS}, [first for _ in self.sizes]
+        shared = {key: first[key] for key in DOWNS}
+        personal = [first for _ in self.sizes]
         for clients in self.rounds:
             updates = {m: self.train(personal[m] | shared, m) for m in clients}
             for m, update in updates.items():
@@ -243,14 +257,14 @@ class Plain:
 
     def merging(self, algorithm, ranks=None):
         """FedEx-LoRA and FLoRA by dense means of W + s·B·A; the A that FLoRA draws are the run's."""
-        found = [self.run(algorithm, rounds=rounds).state("global") for rounds in range(ROUNDS + 1)]
-        w = found[0]
+        result = [self.run(algorithm, rounds=rounds).state("global") for rounds in range(ROUNDS + 1)]
+        w = result[0]
         for round, clients in enumerate(self.rounds):
             shares = self.shares(clients)
             updates = [self.train(self.cut(w, ranks[m]) if ranks else w, m) for m in clients]
             mean = self.mean(updates, shares)
             if algorithm != "fedex_lora":
-                mean |= {key: found[round + 1][key] for key in DOWNS} | {key: 0 * mean[key] for key in UPS}
+                mean |= {key: result[round + 1][key] for key in DOWNS} | {key: 0 * mean[key] for key in UPS}
             for layer in LAYERS:
                 change = self.products(updates, shares, layer) - self.product(mean, layer)
                 mean[base(layer)] = w[base(layer)] + change.view_as(w[base(layer)])
@@ -259,7 +273,8 @@ class Plain:
 
 
 IDLE = {"ffa": (DOWNS, DOWNS), "rolora": (DOWNS, UPS)}
-MIXED, LOW = [1, 3, 4], [1, 1, 2]
+MIXED = [1, 3, 4]
+LOW = [1, 1, 2]
 RULES = {"svd": {"server_rule": "svd"}, "fair": {"server_rule": LoRAFair(STRENGTH)}}
 METHODS = {
     "fedavg": ("fedavg", {}, Plain.averaging),
@@ -297,17 +312,17 @@ def compare(method, federation, optimizer, engine, groups):
     algorithm, options, loop = (METHODS | WITHOUT_GROUPS)[method]
     w, personal, records = loop(plain)
     diagnostics = {"diagnostics": ["lora_residual"]} if records else {}
-    found = plain.run(algorithm, **options | diagnostics)
+    result = plain.run(algorithm, **options | diagnostics)
     expected = [("global", w)] * (w is not None)
     expected += [(f"client {m}", state) for m, state in enumerate(personal or ())]
     for name, state in expected:
-        seen = found.state("global") if name == "global" else found.state("personal", int(name.split()[1]))
+        seen = result.state("global") if name == "global" else result.state("personal", int(name.split()[1]))
         assert seen.keys() == state.keys(), name
         for key, value in seen.items():
             # Of svd, A's rows are as exact as their singular values are far from 0.
             atol = 1e-10 if options.get("server_rule") == "svd" else 1e-12
             torch.testing.assert_close(value, state[key], rtol=1e-9, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
-    for record, (by_name, left) in zip(found.metrics["rounds"], records, strict=False):
+    for record, (by_name, left) in zip(result.metrics["rounds"], records, strict=False):
         assert record["updates/lora_residual"] == pytest.approx(by_name, rel=1e-9, abs=1e-14)
         assert record.get("updates/lora_error", left) == pytest.approx(left, rel=1e-9, abs=1e-14)
 

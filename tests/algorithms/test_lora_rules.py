@@ -17,7 +17,8 @@ from perada.studies.report.records import run_report
 
 from .problems import BATCH, LORA, LR_LOCAL, SIZES, assert_equal, finetune, reference, task
 
-A, B = "conv.lora_A.default.weight", "conv.lora_B.default.weight"
+A = "conv.lora_A.default.weight"
+B = "conv.lora_B.default.weight"
 SCALE = LORA.lora_alpha / LORA.r
 
 
@@ -26,22 +27,20 @@ def product(state):
 
 
 def svd(updates, weights, ref):
-    mean, mean_product = (
-        ref.mean(updates, weights),
-        ref.mean([{"": product(update)} for update in updates], weights)[""],
-    )
+    mean = ref.mean(updates, weights)
+    mean_product = ref.mean([{"": product(update)} for update in updates], weights)[""]
     u, s, vt = torch.linalg.svd(mean_product / SCALE, full_matrices=False)
     signs = torch.tensor([1.0 if row[row.abs().argmax()] > 0 else -1.0 for row in vt]).double()
-    up, down = (u * s * signs)[:, : LORA.r], (vt * signs[:, None])[: LORA.r]
+    up = (u * s * signs)[:, : LORA.r]
+    down = (vt * signs[:, None])[: LORA.r]
     return mean | {A: down.reshape(mean[A].shape), B: up.reshape(mean[B].shape)}
 
 
 def lora_fair(updates, weights, ref):
-    mean, mean_product = (
-        ref.mean(updates, weights),
-        ref.mean([{"": product(update)} for update in updates], weights)[""],
-    )
-    up, down = mean[B].flatten(1), mean[A].flatten(1)
+    mean = ref.mean(updates, weights)
+    mean_product = ref.mean([{"": product(update)} for update in updates], weights)[""]
+    up = mean[B].flatten(1)
+    down = mean[A].flatten(1)
     # The ridge regression as least squares on more rows.
     rows = torch.cat([down.T, 0.1 * torch.eye(LORA.r).double()])
     expected = torch.cat([(mean_product / SCALE).T, 0.1 * up.T])
@@ -53,18 +52,18 @@ def loop(rule, together, weighted):
     ref = reference("net-adapter")
     served = perada.FederatedDataModule(task(), batch_size=BATCH)
     served.configure_rounds(seed=0, clients_per_round=together, phases=[Phase(epochs=2)])
-    w, found = ref.initial, []
+    w = ref.initial
+    result = []
     for round in range(3):
         client_batches = ref.batches(served.plan(round))
-        updates, weights = (
-            [ref.train(w, client_batches[m], LR_LOCAL) for m in client_batches],
-            [SIZES[m] for m in client_batches] if weighted else None,
-        )
+        updates = [ref.train(w, client_batches[m], LR_LOCAL) for m in client_batches]
+        weights = [SIZES[m] for m in client_batches] if weighted else None
         mean_product = ref.mean([{"": product(update)} for update in updates], weights)[""]
-        w, mean = rule(updates, weights, ref), ref.mean(updates, weights)
+        w = rule(updates, weights, ref)
+        mean = ref.mean(updates, weights)
         errors = [float((mean_product - product(state)).norm() / mean_product.norm()) for state in (mean, w)]
-        found.append(errors)
-    return w, found
+        result.append(errors)
+    return w, result
 
 
 @pytest.mark.every(11)

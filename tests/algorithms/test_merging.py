@@ -25,7 +25,10 @@ from tests.options import sections
 
 from .problems import BATCH, CLASSES, CLIENTS, CLIENTS_PER_ROUND, QUIET, SIZES, assert_equal, task
 
-RANK, ALPHA, LR, ROUNDS = 2, 3, 1.0, 3
+RANK = 2
+ALPHA = 3
+LR = 1.0
+ROUNDS = 3
 SCALE = ALPHA / RANK
 LORA = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["conv", "layer"])
 METHODS = ("fedex_lora", "flora")
@@ -133,15 +136,15 @@ def follow(method, state, per_round, by_samples, restarts):
 )
 def test_the_global_model_is_the_mean_of_whole_weights(method, engine, per_round, weighting):
     options = {"engine": engine, "clients_per_round": per_round, "weighting": weighting}
-    found = [run(method, rounds=rounds, **options).state("global") for rounds in range(ROUNDS + 1)]
-    restarts = [{key: value for key, value in state.items() if "lora_" in key} for state in found[1:]]
-    wanted = follow(method, found[0], per_round, weighting == "samples", restarts)
-    for state, (expected, dense) in zip(found[1:], wanted, strict=True):
+    actual = [run(method, rounds=rounds, **options).state("global") for rounds in range(ROUNDS + 1)]
+    restarts = [{key: value for key, value in state.items() if "lora_" in key} for state in actual[1:]]
+    wanted = follow(method, actual[0], per_round, weighting == "samples", restarts)
+    for state, (expected, dense) in zip(actual[1:], wanted, strict=True):
         for key in state.keys() | expected.keys():
             torch.testing.assert_close(state[key], expected[key], rtol=1e-9, atol=1e-9, msg=key)
         for key, value in merged_weights(state).items():
             torch.testing.assert_close(value, dense[key], rtol=1e-9, atol=1e-9, msg=key)
-    assert all(float((found[-1][base(layer)] - found[0][base(layer)]).norm()) > 1e-3 for layer in LAYERS)
+    assert all(float((actual[-1][base(layer)] - actual[0][base(layer)]).norm()) > 1e-3 for layer in LAYERS)
 
 
 def test_flora_stacks_factors_of_several_ranks():
@@ -165,9 +168,11 @@ def test_one_round_by_hand():
         LoraConfig(r=1, lora_alpha=2, target_modules=["layer"]),
         train_backbone="merged",
     )
-    tensor_names, previous = find_tensor_names(adapted.model, "fc"), get_state(adapted.model)
+    tensor_names = find_tensor_names(adapted.model, "fc")
+    previous = get_state(adapted.model)
     (pair,) = tensor_names.factors
-    up, down = torch.tensor([[[1.0], [2.0]], [[3.0], [-2.0]]]), torch.tensor([[[1.0, 0.0]], [[5.0, 4.0]]])
+    up = torch.tensor([[[1.0], [2.0]], [[3.0], [-2.0]]])
+    down = torch.tensor([[[1.0, 0.0]], [[5.0, 4.0]]])
     updates = Updates({pair.up: up, pair.down: down})
     weights = torch.tensor([0.25, 0.75], dtype=torch.float64)
 
@@ -228,7 +233,7 @@ def test_clients_share_one_copy_of_the_weights(method, monkeypatch):
         step.descend("local", step.loss("local"))
 
     monkeypatch.setattr(type(make_algorithm(method)), "client_step", step)
-    found = run(method, rounds=2, clients_per_chunk=2)
+    result = run(method, rounds=2, clients_per_chunk=2)
     assert seen
     for own, received in seen:
         assert own.data_ptr() == received.data_ptr()
@@ -236,7 +241,7 @@ def test_clients_share_one_copy_of_the_weights(method, monkeypatch):
         assert not own.requires_grad
     numbers = RANK * (4 + 9) + RANK * (6 + 64) + CLASSES * 7
     weights = 4 * 9 + 6 * 64
-    for round in found.metrics["rounds"]:
+    for round in result.metrics["rounds"]:
         assert round["params/trained"] == round["params/sent"] == numbers
         assert round["comm/up_mb"] == pytest.approx(CLIENTS_PER_ROUND * 8 * numbers / 1e6)
         assert round["comm/down_mb"] == pytest.approx(CLIENTS_PER_ROUND * 8 * (numbers + weights) / 1e6)
@@ -246,20 +251,21 @@ def test_clients_share_one_copy_of_the_weights(method, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_plain_peft_loads_what_was_merged(method, tmp_path):
     """The backbone of the file beside the adapter, and the adapter on it; and the run is read again."""
-    found, x = run(method), task().public[:][0]
-    found.export(tmp_path)
-    for folder, expected in {"global": found.global_model(), "client_1": found.personal(1)}.items():
+    actual = run(method)
+    x = task().public[:][0]
+    actual.export(tmp_path)
+    for folder, expected in {"global": actual.global_model(), "client_1": actual.personal(1)}.items():
         plain = network()
         plain.load_state_dict(load_file(tmp_path / folder / "backbone.safetensors"))
         model = PeftModel.from_pretrained(plain, str(tmp_path / folder)).eval()
         torch.testing.assert_close(model(x), expected(x), rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(model(x), logits(found.state("global"), x), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(model(x), logits(actual.state("global"), x), rtol=1e-9, atol=1e-9)
         without = PeftModel.from_pretrained(network(), str(tmp_path / folder)).eval()
         assert float((without(x) - expected(x)).detach().abs().max()) > 1e-4
-    torch.testing.assert_close(found.merged(None)(x), found.global_model()(x), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual.merged(None)(x), actual.global_model()(x), rtol=1e-9, atol=1e-9)
     again = perada.Run.load(tmp_path, backbone=network())
-    assert_equal(again.state("global"), found.state("global"))
-    assert torch.equal(again.global_model()(x), found.global_model()(x))
+    assert_equal(again.state("global"), actual.state("global"))
+    assert torch.equal(again.global_model()(x), actual.global_model()(x))
 
 
 @pytest.mark.slow
@@ -267,9 +273,9 @@ def test_plain_peft_loads_what_was_merged(method, tmp_path):
 def test_a_checkpoint_is_read_without_the_data(method, tmp_path):
     callback = ModelCheckpoint(tmp_path, "saved")
     options = {"r": RANK, "target_modules": list(LAYERS)}
-    found = run(method, adapter="lora", adapter_options=options, callbacks=[callback], enable_checkpointing=True)
+    result = run(method, adapter="lora", adapter_options=options, callbacks=[callback], enable_checkpointing=True)
     again = perada.Run.load(tmp_path / "saved.ckpt", backbone=network())
-    assert_equal(again.state("global"), found.state("global"))
+    assert_equal(again.state("global"), result.state("global"))
 
 
 @pytest.mark.every(4)
@@ -280,13 +286,13 @@ def test_noise_of_images_is_that_of_the_frozen_weights(method, engine):
     """The first round is one of FedAvg on frozen weights, but for what is merged; the next ones are finite."""
     privacy = Privacy(noise_multiplier=0.7, max_norm=0.5, delta=1e-3, secure_rng=False)
     options = {"privacy": privacy, "engine": engine}
-    plain, found = (run(name, rounds=1, **options).state("global") for name in ("fedavg", method))
+    plain, result = (run(name, rounds=1, **options).state("global") for name in ("fedavg", method))
     for key, value in plain.items():
         if "lora_" not in key or method == "fedex_lora":
-            torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(result[key], value, rtol=1e-12, atol=1e-12)
     later = run(method, **options).state("global")
     assert all(value.isfinite().all() for value in later.values())
-    assert not torch.equal(later[base("layer")], found[base("layer")])
+    assert not torch.equal(later[base("layer")], result[base("layer")])
 
 
 @pytest.mark.slow
@@ -296,11 +302,11 @@ def test_each_of_several_global_models_has_its_weights(method):
     alone = run(FedEnsemble(make_algorithm(method), modes=1)).states("global")
     assert_equal(alone[0], run(method).state("global"))
     ensemble = FedEnsemble(make_algorithm(method), modes=2)
-    found = [run(ensemble, engine=engine, clients_per_round=4).states("global") for engine in ("folded", "loop")]
-    for one, other in zip(*found, strict=True):
+    result = [run(ensemble, engine=engine, clients_per_round=4).states("global") for engine in ("folded", "loop")]
+    for one, other in zip(*result, strict=True):
         for key in one:
             torch.testing.assert_close(one[key], other[key], rtol=1e-9, atol=1e-9)
-    assert not torch.equal(found[0][0][base("layer")], found[0][1][base("layer")])
+    assert not torch.equal(result[0][0][base("layer")], result[0][1][base("layer")])
 
 
 @pytest.mark.slow
@@ -311,10 +317,11 @@ def test_a_client_that_joins_trains_factors_on_merged_weights():
 
     data = perada.FederatedData([single(client) for client in task().train], num_classes=CLASSES)
     options = {"adapter": LORA, "rounds": 2, "batch_size": BATCH, "lr_local": LR} | QUIET
-    found = perada.finetune(network().float(), data, **sections(algorithm="fedex_lora", **options))
+    result = perada.finetune(network().float(), data, **sections(algorithm="fedex_lora", **options))
     alone = perada.FederatedData([single(task().train[0])], num_classes=CLASSES)
-    joined = perada.personalize(found, alone, "late", accelerator="cpu")
-    state, before = joined.state("personal", len(CLIENTS)), found.state("global")
+    joined = perada.personalize(result, alone, "late", accelerator="cpu")
+    state = joined.state("personal", len(CLIENTS))
+    before = result.state("global")
     for layer in LAYERS:
         assert torch.equal(state[base(layer)], before[base(layer)])
         assert not torch.equal(factors(state, layer)[0], factors(before, layer)[0])

@@ -51,16 +51,17 @@ def test_representations_are_what_the_head_is_given(kind, compile):
         return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)).double()
 
     random = torch.Generator().manual_seed(0)
-    model, states = net(), [get_state(net()) for _ in range(3)]
+    model = net()
+    states = [get_state(net()) for _ in range(3)]
     x = torch.randn(3, 4, 1, 6, 6, generator=random, dtype=torch.float64)
     engine = Engine(model, kind, compile=compile)
     leaves = {key: value.requires_grad_() for key, value in stack(states).items()}
-    logits, found = engine.outputs(leaves, x, "3", training=True, counts=(4, 2, 3))
+    logits, result = engine.outputs(leaves, x, "3", training=True, counts=(4, 2, 3))
     for m, (state, rows) in enumerate(zip(states, (4, 2, 3), strict=True)):
         inner = functional_call(model[:3], {k: v for k, v in state.items() if k[0] == "0"}, (x[m, :rows],))
-        torch.testing.assert_close(found[m, :rows], inner)
+        torch.testing.assert_close(result[m, :rows], inner)
         torch.testing.assert_close(logits[m, :rows], inner @ state["3.weight"].T + state["3.bias"])
-    (gradient,) = torch.autograd.grad(found[1, :2].sum(), [leaves["0.bias"]])
+    (gradient,) = torch.autograd.grad(result[1, :2].sum(), [leaves["0.bias"]])
     assert gradient[1].abs().min() > 0 and not gradient[[0, 2]].any()
     assert not [module for module in engine.runs.modules() if module._forward_pre_hooks]
 
@@ -78,16 +79,16 @@ def single():
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_with_features_cached_before_the_head(engine):
     """All that runs is the head, whose input is then the cached features."""
-    found = []
+    results = []
     for cache in (True, False):
         torch.manual_seed(3)
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
         options = {"adapter": "head", "engine": engine, "rounds": 3, "batch_size": 4, "lr_local": 0.2} | QUIET
-        found.append(
+        results.append(
             perada.finetune(net, single(), **sections(algorithm=Moon(mu=2.0), cache_features=cache, **options))
         )
-    for key, value in found[0].state("global").items():
-        torch.testing.assert_close(value, found[1].state("global")[key], rtol=1e-4, atol=1e-5)
+    for key, value in results[0].state("global").items():
+        torch.testing.assert_close(value, results[1].state("global")[key], rtol=1e-4, atol=1e-5)
 
 
 def test_rejections():

@@ -10,12 +10,10 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-import perada
 from perada.algorithms import FedAvg
 from perada.cli import main
 from perada.data import Phase
 from perada.server import FedAvgM
-from tests.options import sections
 
 from .problems import CLASSES, SIZES, finetune, task
 
@@ -36,14 +34,15 @@ def written(page, file):
 
 def trained(tiny, **options):
     settings = tiny.options | {"distill_steps": None, "logger": False, "check_val_every_n_epoch": 9} | options
-    (state,) = perada.finetune(tiny.net(), tiny.data(public=False, test=False), **sections(**settings)).states("global")
+    (state,) = tiny.finetune(tiny.data(public=False, test=False), **settings).states("global")
     return {name: value for name, value in state.items() if value.is_floating_point()}
 
 
 @pytest.mark.slow
 def test_the_momentum_of_both_examples_is_that_of_fedavgm(tiny):
     """With the paper's rate of 1, the server's momentum on the mean change is FedAvgM."""
-    steady, rule = written("algorithms", "my_methods")["Steady"], written("extending", "mine")["Momentum"]
+    steady = written("algorithms", "my_methods")["Steady"]
+    rule = written("extending", "mine")["Momentum"]
     arguments = {"rounds": 4, "local_steps": 2}
     expected = trained(tiny, algorithm="fedavg", server_rule=FedAvgM(lr=1.0, momentum=0.5), **arguments)
     plain = trained(tiny, algorithm="fedavg", **arguments)
@@ -51,8 +50,8 @@ def test_the_momentum_of_both_examples_is_that_of_fedavgm(tiny):
     runs.append(trained(tiny, algorithm="fedavg", server_rule=rule(0.5), **arguments))
     for name, value in expected.items():
         assert not torch.allclose(plain[name], value, atol=1e-3)
-        for found in runs:
-            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)
+        for results in runs:
+            torch.testing.assert_close(results[name], value, atol=1e-6, rtol=1e-5)
 
 
 def test_the_example_that_remembers_on_the_clients(tiny):
@@ -96,7 +95,8 @@ class Prototypes(FedAvg):
         return {}, trained["local"] | {f"mine/{name}": value for name, value in trained["sums"].items()}
 
     def server_step(self, server):
-        sent, names = server.updates, ["mine/last", "mine/means"]
+        sent = server.updates
+        names = ["mine/last", "mine/means"]
         gathered = sent.gathered_all()
         self.seen = {
             client: {name: value[row] for name, value in gathered.items()} for row, client in enumerate(server.clients)
@@ -126,7 +126,8 @@ def test_a_last_phase_sums_over_the_trained_model_and_each_client_receives_its_o
 
 @pytest.mark.slow
 def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path, monkeypatch):
-    parts, section = blocks("python", above=r"<!-- file: my_methods\.py -->\n"), blocks("yaml")[-1]
+    parts = blocks("python", above=r"<!-- file: my_methods\.py -->\n")
+    section = blocks("yaml")[-1]
     code = "".join(parts)
     assert all(len(part.splitlines()) < 40 for part in parts)
     (tmp_path / "my_methods.py").write_text(code)
@@ -142,7 +143,8 @@ def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["fit", "--config", "mine.yaml", *small])
     saved = torch.load(tmp_path / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt")["perada"]["federation"]
-    rows, header = saved["clients"]["rows"], json.loads(saved["clients"]["header"][8:])
+    rows = saved["clients"]["rows"]
+    header = json.loads(saved["clients"]["header"][8:])
     names = set(header) - {"__metadata__"}
     assert len(names) == 2
     assert all(name.startswith("personal/fc.") for name in names)

@@ -14,14 +14,18 @@ from perada.algorithms import PFedMe
 from tests.options import sections
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-INNER, OUTER, STRENGTH, MOMENTUM = 0.1, 0.05, 2.0, 0.9
+INNER = 0.1
+OUTER = 0.05
+STRENGTH = 2.0
+MOMENTUM = 0.9
 
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_the_inner_problem_starts_where_the_last_one_ended_or_afresh(restart):
     """With its momentum, which no step of another minibatch may have left behind if it starts afresh."""
     random = torch.Generator().manual_seed(0)
-    images, labels = torch.randn(6, 3, generator=random, dtype=torch.float64), torch.arange(6) % 3
+    images = torch.randn(6, 3, generator=random, dtype=torch.float64)
+    labels = torch.arange(6) % 3
     network = nn.Sequential(nn.Linear(3, 3)).double()
     run = perada.finetune(
         network,
@@ -65,7 +69,8 @@ class Slope:
 
     def __init__(self, rate, outer_rate):
         self.states = {"personal": 0.0, "local": 0.0}
-        self.rates, self.left = {"personal": rate, "local": outer_rate}, []
+        self.rates = {"personal": rate, "local": outer_rate}
+        self.left = []
 
     def loss(self, role):
         return 1.0
@@ -85,10 +90,12 @@ class Slope:
 def test_how_much_of_the_inner_gradient_is_left(outer_rate, kept):
     """Its share x comes from the fixed point of x ← (1 − η_p λ)^K (x + (1 − x) η λ); restarted, from x = 1."""
     for restart in (True, False):
-        step, algorithm = Slope(0.01, outer_rate), PFedMe(restart=restart)
+        step = Slope(0.01, outer_rate)
+        algorithm = PFedMe(restart=restart)
         for _ in range(20):
             algorithm.client_step(step)
-        shrinks, moved = (1 - 0.01 * 15) ** 3, outer_rate * 15
+        shrinks = (1 - 0.01 * 15) ** 3
+        moved = outer_rate * 15
         expected = shrinks if restart else shrinks * moved / (1 - shrinks * (1 - moved))
         assert step.left[-1] == pytest.approx(expected, abs=1e-4)
         assert step.left[-1] == pytest.approx(0.614 if restart else kept, abs=1e-3)

@@ -61,12 +61,18 @@ def test_one_step_of_all_clients_is_that_of_fedavg():
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_under_momentum_the_control_variate_is_the_mean_gradient(engine):
     """Of the second round, whose c_i and c are not 0; (x - y) / (K lr) would be another."""
-    ref, momentum, w = reference("linear-full"), 0.9, reference("linear-full").initial
-    server, clients = ref.zeros(), [ref.zeros() for _ in CLIENTS]
+    ref = reference("linear-full")
+    momentum = 0.9
+    w = reference("linear-full").initial
+    server = ref.zeros()
+    clients = [ref.zeros() for _ in CLIENTS]
     for batches in ref.rounds[:2]:
-        updates, before = [], dict(enumerate(clients))
+        updates = []
+        before = dict(enumerate(clients))
         for m, client_batches in batches.items():
-            local, velocity, total = w, ref.zeros(), ref.zeros()
+            local = w
+            velocity = ref.zeros()
+            total = ref.zeros()
             for x, y in client_batches:
                 gradient, _ = ref.gradient(local, x, y)
                 total = {key: total[key] + gradient[key] / len(client_batches) for key in total}
@@ -104,7 +110,8 @@ def test_privacy_of_whole_clients_covers_the_control_variates():
     """A bound so small that nothing moves leaves c at 0 too, so that later rounds are those of FedAvg."""
     privacy = {"noise_multiplier": 0.0, "max_norm": 1e-9, "delta": 1e-3, "secure_rng": False}
     run = finetune("scaffold", client_privacy=privacy)
-    state, initial = run.state("global"), reference("net-full").initial
+    state = run.state("global")
+    initial = reference("net-full").initial
     parameters = reference("net-full").trained
     assert max(float((state[key] - initial[key]).abs().max()) for key in parameters) < 1e-8
     assert all(torch.isfinite(value).all() for value in state.values())

@@ -35,7 +35,9 @@ class Read(ImageSet):
 
     def __init__(self, signal_name="INT", moment="never", once="once", train=True):
         super().__init__(train)
-        self.signal_name, self.moment, self.once = signal_name, moment, once
+        self.signal_name = signal_name
+        self.moment = moment
+        self.once = once
 
     def _load(self):
         return None, torch.arange(60) % 3

@@ -27,7 +27,6 @@ from perada.cli.parser import spelt_out
 from perada.cli.runs import PeradaCLI
 from perada.lightning import FederatedClassifier
 from perada.tasks import Classification
-from tests.options import sections
 
 QUICKSTART = Path(perada.__file__).parent / "recipes" / "quickstart.yaml"
 TINY = {
@@ -86,14 +85,14 @@ def version(folder, number):
 
 def test_fit_fills_the_run_folder_and_prints_the_clients(folder, capsys):
     main(["fit", "--config", "tiny.yaml", "--federated.clients_per_round=3", "--distillation.steps=0"])
-    shown = capsys.readouterr().out
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines() if line[:1] == "|"]
+    output = capsys.readouterr().out
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines() if line[:1] == "|"]
     assert [row[0] for row in table[2:]] == ["0", "1", "2", "3", "mean ± std"]
     run = version(folder, 0)
-    assert "Run folder: ./lightning_logs/version_0" in shown
-    found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    assert "Run folder: ./lightning_logs/version_0" in output
+    result = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     saved = {"checkpoints/last.ckpt", "checkpoints/last.previous.ckpt"}
-    assert found == {"config.yaml", "metrics.csv", "partition.json", "run.json"} | saved
+    assert result == {"config.yaml", "metrics.csv", "partition.json", "run.json"} | saved
     words = "perada fit --config tiny.yaml --federated.clients_per_round=3 --distillation.steps=0".split()
     assert json.loads((run / "run.json").read_text())["command"] == words
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -127,7 +126,8 @@ def test_ckpt_path_last_goes_on_bit_for_bit(folder):
         torch.load(path / "checkpoints" / "last.ckpt", weights_only=True)["perada"] for path in paths
     )
     assert uninterrupted["metrics"] == resumed["metrics"]
-    kept, other = uninterrupted["federation"]["clients"]["rows"], resumed["federation"]["clients"]["rows"]
+    kept = uninterrupted["federation"]["clients"]["rows"]
+    other = resumed["federation"]["clients"]["rows"]
     assert kept
     assert kept.keys() == other.keys()
     assert all(torch.equal(row, other[client]) for client, row in kept.items())
@@ -534,9 +534,9 @@ def test_help_lists_the_commands(words, tree, capsys):
 @pytest.mark.parametrize("words", [*leaves(COMMANDS)], ids=" ".join)
 def test_every_command_explains_its_options(words, capsys):
     assert ending(*words, "--help") == 0
-    shown = capsys.readouterr().out.replace("[options] ", "")
-    assert shown.startswith(f"usage: perada {' '.join(words)}")
-    assert "-h, --help" in shown
+    output = capsys.readouterr().out.replace("[options] ", "")
+    assert output.startswith(f"usage: perada {' '.join(words)}")
+    assert "-h, --help" in output
 
 
 FIT = ("fit", "--config", "tiny.yaml")
@@ -668,7 +668,8 @@ def test_a_class_of_ones_own_that_lacks_a_method(folder, monkeypatch, capsys):
 def test_a_run_that_is_ended_says_how_to_resume(folder, monkeypatch, capsys, number, status, said):
     words = ["fit", "--config", "tiny.yaml", "--distillation.steps=0"]
     main([*words, "--trainer.default_root_dir=whole"])
-    step, steps = FederatedClassifier.training_step, []
+    step = FederatedClassifier.training_step
+    steps = []
 
     def ended(module, *arguments):
         steps.append(module.trainer.current_epoch)
@@ -698,7 +699,7 @@ def test_debugging_shows_where_an_error_arose(folder, monkeypatch):
 
 
 def test_export_of_a_python_run_names_run_save(folder, tiny, monkeypatch, capsys):
-    perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **tiny.options))
+    tiny.finetune(rounds=1)
     output = perada_says(monkeypatch, capsys, "export", "lightning_logs/version_0", "--output", "x")
     assert "Run.save" in output
 
@@ -717,7 +718,8 @@ def test_a_run_folder_with_its_clients_in_files_can_be_moved_and_exported(folder
     version(folder, 0).rename(folder / "moved")
     for run, output in (("device/lightning_logs/version_0", "one"), ("moved", "two")):
         main(["export", run, "--output", output])
-    one, two = perada.Run.load("one"), perada.Run.load("two")
+    one = perada.Run.load("one")
+    two = perada.Run.load("two")
     for client in range(4):
         expected = one.state("personal", client)
         assert all(torch.equal(value, expected[key]) for key, value in two.state("personal", client).items())

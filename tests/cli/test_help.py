@@ -53,10 +53,10 @@ def test_help_is_short_and_has_every_option_of_ours(command, capsys):
 
 
 def test_what_most_need_comes_first(capsys):
-    found = options(shown(capsys, "fit", "--help"))
-    assert [name for name in found if name in MOST_USED] == MOST_USED
-    assert max(found.index(name) for name in MOST_USED) < min(
-        map(found.index, {*found} & {"training.momentum", "data.flip"})
+    result = options(shown(capsys, "fit", "--help"))
+    assert [name for name in result if name in MOST_USED] == MOST_USED
+    assert max(result.index(name) for name in MOST_USED) < min(
+        map(result.index, {*result} & {"training.momentum", "data.flip"})
     )
 
 

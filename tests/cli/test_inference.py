@@ -72,10 +72,10 @@ def test_folders_of_fit_and_of_export_predict_alike_without_the_data(fashion_roo
         main(["export", version, "--output=a.csv/b"])
     rows = rows_of(here / "predictions.csv")
     assert [row["path"] for row in rows] == [f"images/{number}.png" for number in range(40)]
-    found = {row["path"]: row for row in rows_of(here / "a.csv")}
-    assert list(found) == sorted(f"{number}.png" for number in range(40))
+    result = {row["path"]: row for row in rows_of(here / "a.csv")}
+    assert list(result) == sorted(f"{number}.png" for number in range(40))
     for row in rows:
-        same = found[row["path"].removeprefix("images/")]
+        same = result[row["path"].removeprefix("images/")]
         assert same["predicted"] == row["predicted"]
         columns = [f"p({name})" for name in FashionMNIST.classes]
         shares = [float(same[column]) for column in columns]
@@ -89,7 +89,7 @@ def test_folders_of_fit_and_of_export_predict_alike_without_the_data(fashion_roo
     assert own
     for row in tested:
         if row["image"] in own:
-            same = found[f"{positions[int(row['image'])]}.png"]
+            same = result[f"{positions[int(row['image'])]}.png"]
             assert FashionMNIST.classes[int(row["personal"])] == same["predicted"]
 
 
@@ -144,18 +144,18 @@ def test_the_run_of_a_checkpoint_is_the_one_that_was_made(tmp_path, monkeypatch,
     run, folder = made_in_python(tmp_path, **options)
     copied = shutil.copytree(folder, tmp_path / "elsewhere")
     os.utime(copied / "checkpoints" / "last.previous.ckpt")  # the newest file, of an older state
-    found = open_run(copied)
+    result = open_run(copied)
     monkeypatch.chdir(tmp_path / "elsewhere" / "checkpoints")
-    assert open_run(Path("last.ckpt")).info == found.info
-    assert found.num_clients == 3
-    assert run.info == found.info
+    assert open_run(Path("last.ckpt")).info == result.info
+    assert result.num_clients == 3
+    assert run.info == result.info
     x = torch.rand(2, 3, 32, 32)
     for client in range(3):
         with torch.no_grad():
-            assert torch.equal(found.personal(client)(x), run.personal(client)(x))
+            assert torch.equal(result.personal(client)(x), run.personal(client)(x))
     if run.info["global_model"]:
         with torch.no_grad():
-            assert torch.equal(found.global_model()(x), run.global_model()(x))
+            assert torch.equal(result.global_model()(x), run.global_model()(x))
 
 
 class Small(nn.Module):
@@ -192,13 +192,13 @@ def test_a_fits_folder_is_the_run(tmp_path, creation, given):
     }
     run, folder = made_in_python(tmp_path, **options)
     (folder / "config.yaml").unlink()
-    found = perada.Run.load(folder, **{name: options[name] for name in given})
+    result = perada.Run.load(folder, **{name: options[name] for name in given})
     x = torch.rand(2, 3, 32, 32)
     with torch.no_grad():
-        assert torch.equal(found.global_model()(x), run.global_model()(x))
+        assert torch.equal(result.global_model()(x), run.global_model()(x))
         for client in range(3):
-            assert torch.equal(found.personal(client)(x), run.personal(client)(x))
-    assert (found.info, found.metrics["clients"]) == (run.info, run.metrics["clients"])
+            assert torch.equal(result.personal(client)(x), run.personal(client)(x))
+    assert (result.info, result.metrics["clients"]) == (run.info, run.metrics["clients"])
     if given:
         with pytest.raises(ValueError, match=rf"pass (it|one of the same class) as {given[0]}="):
             perada.Run.load(folder)
@@ -246,7 +246,8 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
     _, folder = made_in_python(tmp_path, rounds=1)
     Image.fromarray(np.zeros((32, 32, 3), dtype=np.uint8)).save(tmp_path / "a.png")
     image = ["--images", str(tmp_path / "a.png")]
-    config, checkpoint = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
+    config = folder / "config.yaml"
+    checkpoint = folder / "checkpoints" / "last.ckpt"
     with pytest.raises(FileNotFoundError, match="not a finished run"):
         main(["predict", str(tmp_path), *image])
     with pytest.raises(FileNotFoundError, match=r"--output=.* folder"):
@@ -293,9 +294,9 @@ def test_the_help_tells_both_ways_to_predict(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["predict", "--help"])
     assert ended.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "--images PATH" in shown
-    assert "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's test images" in shown
+    output = " ".join(capsys.readouterr().out.split())
+    assert "--images PATH" in output
+    assert "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's test images" in output
 
 
 DIVERGES = ["--model.adapter=full", "--trainer.max_epochs=1", "--training.local_steps=1", "--training.lr_local=1e20"]

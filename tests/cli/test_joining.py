@@ -69,8 +69,8 @@ def test_a_folder_joins_a_saved_run_whose_other_files_stay_to_the_last_bit(saved
     assert record["images"] == 16
     assert record["after"] > record["before"]
     assert f"{100 * record['after']:.2f} % after" in out
-    found = run.predict(sorted(pictures.rglob("*.png")), "late")
-    assert np.mean([name == path.split("/")[-2] for name, path in zip(found.names, found.paths, strict=True)]) > 0.8
+    result = run.predict(sorted(pictures.rglob("*.png")), "late")
+    assert np.mean([name == path.split("/")[-2] for name, path in zip(result.names, result.paths, strict=True)]) > 0.8
 
 
 @pytest.mark.slow

@@ -95,7 +95,8 @@ def test_a_section_that_is_null_has_the_defaults(section):
 
 @pytest.mark.parametrize("name", ["perada", "fedavg_ft", "fedsim"])
 def test_algorithms_have_their_names_in_recipes(name):
-    algorithm, expected = config(recipe={"federated": {"algorithm": name}}).loop.algorithm, make_algorithm(name)
+    algorithm = config(recipe={"federated": {"algorithm": name}}).loop.algorithm
+    expected = make_algorithm(name)
     assert type(algorithm) is type(expected)
     assert vars(algorithm) == vars(expected)
 

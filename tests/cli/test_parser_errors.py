@@ -133,9 +133,9 @@ def test_handlers_read_the_attributes_and_not_the_text():
     """`perada check` leaves out the option that an error holds, whatever its message looks like."""
     recipes = [{"training": {"lr_local": 3, "lr_personal": 4}}]
     about_one = OptionError("lr_personal=4 looks odd, since another one is rejected", name="lr_local", value=3)
-    found = _option_of(about_one, recipes, [])
-    assert found is not None
-    found.remove()
+    result = _option_of(about_one, recipes, [])
+    assert result is not None
+    result.remove()
     assert recipes == [{"training": {"lr_personal": 4}}]
     assert _option_of(ValueError("lr_personal must be smaller, got 4"), recipes, []) is None
 

@@ -208,11 +208,13 @@ def test_python_runs_the_program_as_a_module(tmp_path):
 
 
 def test_warnings_are_one_line_each():
-    said = "import warnings; from perada.cli.messages import short_warnings; short_warnings(); "
-    said += "warnings.warn('two\\n lines \\x1b[2J'); warnings.warn('old', DeprecationWarning)"
-    found = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True).stderr.splitlines()
-    assert found[0].startswith("perada: warning: two lines ") and "\x1b" not in found[0]
-    assert found[1:] == ["<string>:1: DeprecationWarning: old"]
+    message = "import warnings; from perada.cli.messages import short_warnings; short_warnings(); "
+    message += "warnings.warn('two\\n lines \\x1b[2J'); warnings.warn('old', DeprecationWarning)"
+    result = subprocess.run(
+        [sys.executable, "-c", message], capture_output=True, text=True, check=True
+    ).stderr.splitlines()
+    assert result[0].startswith("perada: warning: two lines ") and "\x1b" not in result[0]
+    assert result[1:] == ["<string>:1: DeprecationWarning: old"]
 
 
 @pytest.mark.slow

@@ -56,7 +56,8 @@ print(repr(Own("abcdefgh", of_its_own)))
 """
     printed = set()
     for seed in "12":
-        command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", code]
+        environment = os.environ | {"PYTHONHASHSEED": seed}
         ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
         printed.add(ended.stdout)
     (same,) = printed

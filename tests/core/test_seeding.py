@@ -45,7 +45,8 @@ def test_derived_streams_and_their_forks_are_splitmix64_of_hashed_keys(step):
         start, gamma = hashed(5, "dropout-local", 3, client)
         gamma |= 1
         for low, high in (hashed(step, "step"), hashed(2, "layer")):
-            start, gamma = start + low, gamma + high - high % 2
+            start = start + low
+            gamma = gamma + high - high % 2
         words = [mixed((start + place * gamma) % 2**64) for place in range(50)]
         assert [word % 2**64 for word in streams.bits(200)[row].contiguous().view(torch.int64).tolist()] == words
 
@@ -77,12 +78,12 @@ def test_all_bits_of_a_seed_count():
     assert len({draws(1, seed, "noise").item() for seed in seeds}) == len(seeds)
     assert len({tuple(Streams.derived(seed, "noise", clients=[0]).bits(4)[0].tolist()) for seed in seeds}) == len(seeds)
     assert len({derive_seed(seed, "partition") for seed in seeds}) == len(seeds)
-    found = set()
+    result = set()
     with isolated_randomness():
         for seed in seeds:
             seed_all(seed)
-            found |= {random.random(), np.random.random(), torch.rand((), dtype=torch.float64).item()}
-    assert len(found) == 3 * len(seeds)
+            result |= {random.random(), np.random.random(), torch.rand((), dtype=torch.float64).item()}
+    assert len(result) == 3 * len(seeds)
 
 
 def test_purposes_and_indices_are_told_apart():

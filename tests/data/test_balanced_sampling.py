@@ -123,8 +123,8 @@ def test_batches_depend_on_seed_round_and_client_and_their_number_on_neither():
         by_itself = list(served.cohort_loader(served.plan_for([client], 2)))
         assert_same_rows(rows_of(together, client), rows_of(by_itself, client))
         expected = balanced_indices(torch.tensor(labels), 4, len(by_itself), 5, "balanced", 2, client)
-        for (_, found), indices in zip(rows_of(together, client), expected, strict=True):
-            assert found.tolist() == torch.tensor(labels)[indices].tolist()
+        for (_, results), indices in zip(rows_of(together, client), expected, strict=True):
+            assert results.tolist() == torch.tensor(labels)[indices].tolist()
     other_round = list(served.cohort_loader(served.plan(3)))
     assert not torch.equal(other_round[0].y, together[0].y)
     full_pass = served.cohort_loader(served.plan_for([0], 2, [Phase("compare", 1)]), each_image_once=True)

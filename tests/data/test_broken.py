@@ -108,7 +108,8 @@ def test_an_error_of_the_disk_is_not_remembered(root, monkeypatch, number, where
     """Neither that the file is broken, nor what was found of the others."""
     failing = str(root / "south/train/class1/1.png")
     error = MemoryError() if number is None else OSError(number, os.strerror(number), failing)
-    open_image, read_bytes = Image.open, Path.read_bytes
+    open_image = Image.open
+    read_bytes = Path.read_bytes
 
     def failing_open(file, *args):
         if str(file) == failing:
@@ -175,7 +176,8 @@ class Rows(Dataset):
     """Rows as Hugging Face's datasets have them."""
 
     def __init__(self, count, bad=()):
-        self.count, self.bad = count, bad
+        self.count = count
+        self.bad = bad
 
     def __len__(self):
         return self.count

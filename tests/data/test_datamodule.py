@@ -41,7 +41,8 @@ class Pictures(Dataset):
     """The same samples as PIL images and plain integers, and random if asked for."""
 
     def __init__(self, samples, noisy=False):
-        self.samples, self.noisy = samples, noisy
+        self.samples = samples
+        self.noisy = noisy
 
     def __len__(self):
         return len(self.samples)
@@ -65,7 +66,8 @@ def module(data, **options):
 
 
 def equal(batches, others):
-    batches, others = list(batches), list(others)
+    batches = list(batches)
+    others = list(others)
     assert len(batches) == len(others) > 0
     for batch, other in zip(batches, others, strict=True):
         for mine, yours in zip(batch, other, strict=True):
@@ -80,7 +82,8 @@ def test_tensors_and_pictures_give_the_same_batches():
 
 def test_clients_share_images_and_not_labels():
     images = torch.randint(0, 256, (6, 1, 5, 5), dtype=torch.uint8)
-    one, other = torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([2, 2, 1, 1, 0, 0])
+    one = torch.tensor([0, 1, 2, 0, 1, 2])
+    other = torch.tensor([2, 2, 1, 1, 0, 0])
     store = make_store([TensorDataset(images, labels) for labels in (one, other, one)])
     assert [labels.tolist() for labels in store.client_labels()] == [labels.tolist() for labels in (one, other, one)]
     assert len(store.images) == 12  # what is shared whole is held once
@@ -281,7 +284,8 @@ class Listener(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.seen, self.lengths = [], []
+        self.seen = []
+        self.lengths = []
 
     def on_train_epoch_start(self):
         self.lengths.append(self.trainer.num_training_batches)
@@ -298,7 +302,8 @@ class Listener(pl.LightningModule):
 
 
 def test_lightning_sees_a_round_as_an_epoch(tmp_path):
-    listener, data = Listener(), digits(batch_size=32, flip=True, crop_padding=1)
+    listener = Listener()
+    data = digits(batch_size=32, flip=True, crop_padding=1)
     data.configure_rounds(seed=1, clients_per_round=2, phases=[Phase()], image_config=None)
     pl.Trainer(
         max_epochs=3,

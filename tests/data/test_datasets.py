@@ -43,7 +43,8 @@ def write_fashion(folder, zipped):
     folder.mkdir(parents=True)
     written = {}
     for prefix, count in (("train", 5), ("t10k", 3)):
-        images, labels = pixels(count, 28, 28), RANDOM.integers(0, 10, count, dtype=np.uint8)
+        images = pixels(count, 28, 28)
+        labels = RANDOM.integers(0, 10, count, dtype=np.uint8)
         written[prefix] = images, labels
         for name, array in ((f"{prefix}-images-idx3-ubyte", images), (f"{prefix}-labels-idx1-ubyte", labels)):
             if zipped:
@@ -65,7 +66,8 @@ def same(dataset, images, labels):
 
 
 def test_digits_are_scikit_learns_each_in_one_split():
-    train, test = Digits(), Digits(train=False)
+    train = Digits()
+    test = Digits(train=False)
     assert (len(train), len(test)) == (1438, 359)
     ours = torch.cat([train.images, test.images]).flatten(1)
     both = sorted(map(tuple, torch.cat([ours, torch.cat([train.labels, test.labels])[:, None]], dim=1).tolist()))
@@ -134,7 +136,8 @@ def test_cifar(tmp_path, monkeypatch, kind, folder, binary, train, test, key, la
     home.mkdir()
     expected = {}
     for name in (*train, *test):
-        data, labels = pixels(3, 3072), RANDOM.integers(0, kind.num_classes, 3)
+        data = pixels(3, 3072)
+        labels = RANDOM.integers(0, kind.num_classes, 3)
         expected[name] = data.reshape(3, 3, 32, 32), labels
         if layout == "binary":
             coarse = np.full((3, label_bytes - 1), 99, np.uint8)
@@ -222,7 +225,8 @@ def test_photographs_are_cut_from_scikit_learns():
 
 def test_without_the_files_scikit_learn_reads_its_own_images(monkeypatch):
     """A later release may keep them elsewhere."""
-    digits, photographs = Digits(), Photographs(count=3)
+    digits = Digits()
+    photographs = Photographs(count=3)
     monkeypatch.setattr("perada.data.sets.arrays.sklearn_data_file", lambda name: None)
     by_function = Digits()
     assert torch.equal(by_function.images, digits.images) and torch.equal(by_function.labels, digits.labels)
@@ -253,7 +257,8 @@ def test_image_folder_with_splits(tmp_path):
     write_images(
         tmp_path, ["train/cat/0.png", "train/cat/1.png", "train/dog/2.png", "test/dog/3.png", "test/cat/4.png"]
     )
-    train, test = ImageFolder(str(tmp_path), size=5), ImageFolder(str(tmp_path), size=5, train=False)
+    train = ImageFolder(str(tmp_path), size=5)
+    test = ImageFolder(str(tmp_path), size=5, train=False)
     assert train.num_classes == 2
     assert train.labels.tolist() == [0, 0, 1]
     assert [(int(image[0, 0, 0]), int(label)) for image, label in (test[0], test[1])] == [(4, 0), (3, 1)]
@@ -311,8 +316,8 @@ def test_unlabelled_folder(tmp_path):
 def test_an_unlabelled_folder_leaves_masks_out(tmp_path, images, masks):
     write_images(tmp_path, images + masks)
     with pytest.warns(UserWarning, match=rf"{len(masks)} of {len(images + masks)} images .*masks"):
-        found = UnlabelledFolder(str(tmp_path), size=4)
-        values = [int(found[i][0, 0, 0]) for i in range(len(found))]
+        result = UnlabelledFolder(str(tmp_path), size=4)
+        values = [int(result[i][0, 0, 0]) for i in range(len(result))]
     assert values == [0, 1]
 
 

@@ -139,7 +139,8 @@ def test_negative_values_of_eight_bits_are_rejected(tmp_path):
 
 
 def test_transparency_is_laid_over_white(tmp_path):
-    colour, alpha = np.array([10, 100, 200]), RAMP * 7
+    colour = np.array([10, 100, 200])
+    alpha = RAMP * 7
     layers = np.dstack([np.broadcast_to(colour, (SIDE, SIDE, 3)), alpha]).astype(np.uint8)
     pixels = ImageFolder(folder(tmp_path, Image.fromarray(layers)), size=SIDE)[0][0].permute(1, 2, 0).numpy()
     share = alpha[..., None] / 255

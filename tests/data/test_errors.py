@@ -308,7 +308,8 @@ class TwoParameters(Partition):
         return [], []
 
 
-PIXELS, CLASSES = torch.zeros(6, 3, 8, 8, dtype=torch.uint8), torch.arange(6) % 2
+PIXELS = torch.zeros(6, 3, 8, 8, dtype=torch.uint8)
+CLASSES = torch.arange(6) % 2
 GOOD = PIXELS, CLASSES
 
 

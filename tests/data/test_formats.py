@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Tag data larger than file"),
 ]
 
-HEIGHT, WIDTH = 24, 32
+HEIGHT = 24
+WIDTH = 32
 Image.init()
 FORMATS = sorted(set(Image.SAVE) - {"PDF", "WMF", "HDF5", "GRIB", "BUFR", "PALM"})  # which Pillow does not read back
 MODES = ["1", "L", "P", "LA", "PA", "La", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I", "F"]
@@ -42,7 +43,8 @@ def pattern(mode):
     if mode == "1":
         return Image.fromarray((ramp % 5) == 0)
     channels = [(ramp * factor % 256).astype(np.uint8) for factor in (1, 3, 5, 7)]
-    grey, colour = Image.fromarray(channels[1]), Image.fromarray(np.dstack(channels[:3]))
+    grey = Image.fromarray(channels[1])
+    colour = Image.fromarray(np.dstack(channels[:3]))
     alpha = Image.fromarray(channels[3])
     if mode == "LA":
         return Image.merge("LA", [grey, alpha])
@@ -192,8 +194,15 @@ TURNED = {
     7: lambda pixels: np.rot90(pixels, 2).swapaxes(0, 1),
     8: lambda pixels: np.rot90(pixels, 1),
 }
-SHORT, LONG, ASCII, RATIONAL = 3, 4, 2, 5
-ORIENTATION, RESOLUTION, WIDTH_TAG, EXIF_POINTER, GPS_POINTER = 0x0112, 0x011A, 0x0100, 0x8769, 0x8825
+SHORT = 3
+LONG = 4
+ASCII = 2
+RATIONAL = 5
+ORIENTATION = 0x0112
+RESOLUTION = 0x011A
+WIDTH_TAG = 0x0100
+EXIF_POINTER = 0x8769
+GPS_POINTER = 0x8825
 
 
 def exif(order, orientation, *others):
@@ -313,7 +322,8 @@ def test_tiff_of_either_byte_order(tmp_path, order, depth):
     "kind", [kind for kind in ("GIF", "TIFF", "WEBP", "PNG", "MPO", "AVIF") if kind in Image.SAVE_ALL]
 )
 def test_of_several_frames_the_first_is_read(tmp_path, kind):
-    first, second = pattern("RGB"), Image.new("RGB", (WIDTH, HEIGHT), (0, 200, 0))
+    first = pattern("RGB")
+    second = Image.new("RGB", (WIDTH, HEIGHT), (0, 200, 0))
     path = tmp_path / "image"
     options = {"lossless": True} if kind == "WEBP" else {}
     first.save(path, kind, save_all=True, append_images=[second], **options)
@@ -326,7 +336,8 @@ def test_of_several_frames_the_first_is_read(tmp_path, kind):
 def test_orientation_said_by_xmp_alone(tmp_path):
     from PIL import PngImagePlugin
 
-    path, notes = tmp_path / "image.png", PngImagePlugin.PngInfo()
+    path = tmp_path / "image.png"
+    notes = PngImagePlugin.PngInfo()
     notes.add_itxt("XML:com.adobe.xmp", '<rdf:Description tiff:Orientation="6"/>')
     Image.fromarray(COLOURS).save(path, pnginfo=notes)
     check_all_ways(path, TURNED[6](COLOURS).astype(np.float64), tolerance=0)
@@ -347,7 +358,8 @@ def test_what_cannot_be_read_is_named(tmp_path, content, reason):
 
 
 def test_an_opened_image_that_is_broken_is_named(tmp_path):
-    path, file = tmp_path / "image.png", io.BytesIO()
+    path = tmp_path / "image.png"
+    file = io.BytesIO()
     noise = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
     Image.fromarray(noise).save(file, "PNG")
     path.write_bytes(file.getvalue()[:400])

@@ -68,7 +68,8 @@ def trained(datamodule):
 def scored(datamodule, clients):
     """For each client the values of the images it is evaluated on."""
     batches = [datamodule.prepare(batch) for batch in datamodule.val_dataloader()]
-    x, owner = torch.cat([b.x for b in batches]), torch.cat([b.owner for b in batches])
+    x = torch.cat([b.x for b in batches])
+    owner = torch.cat([b.owner for b in batches])
     return [values(x[owner == client]) for client in range(clients)]
 
 
@@ -77,7 +78,8 @@ def scored(datamodule, clients):
 def test_clients_train_on_one_part_and_are_scored_on_the_other(wrap, share):
     data = FederatedData([wrap(newcomers) for newcomers in numbered()], [Unread() for _ in SIZES])
     datamodule = module(data, client_validation=share, evaluate_on="validation")
-    train, held_out = trained(datamodule), scored(datamodule, len(SIZES))
+    train = trained(datamodule)
+    held_out = scored(datamodule, len(SIZES))
     start = 0
     for size, kept, out in zip(SIZES, train, held_out, strict=True):
         assert sorted(kept + out) == list(range(start, start + size))

@@ -17,7 +17,8 @@ from perada.data import HuggingFace
 from tests.recipes import recipe
 
 NAMES = ["nought", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-PIXELS, CLASSES = (load_digits().images * 15).astype(np.uint8), load_digits().target
+PIXELS = (load_digits().images * 15).astype(np.uint8)
+CLASSES = load_digits().target
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +102,8 @@ def test_several_labels_an_image(tmp_path):
     images = HuggingFace(str(tmp_path / "many"), size=8)
     assert images.classes == ("a", "b", "d")
     both = [images, images.with_split(False)]
-    found = sorted(tuple(own[row][1].tolist()) for own in both for row in range(len(own)))
-    assert found == sorted([(1.0, 0.0, 1.0), (0.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 1.0, 1.0)] * 5)
+    result = sorted(tuple(own[row][1].tolist()) for own in both for row in range(len(own)))
+    assert result == sorted([(1.0, 0.0, 1.0), (0.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 1.0, 1.0)] * 5)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +145,9 @@ def test_an_image_that_is_cut_short_is_named_by_its_row(tmp_path):
 def test_inspected_trained_and_predicted_by_name(saved, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["data", "inspect", f"hf:{saved}", "--client", "client"])
-    shown = capsys.readouterr().out
-    assert "north" in shown
-    assert "nought" in shown
+    output = capsys.readouterr().out
+    assert "north" in output
+    assert "nought" in output
     data = {
         "dataset": {"class_path": "HuggingFace", "init_args": {"name": saved, "size": 16}},
         "partition": {"class_path": "ByDomain", "init_args": {"column": "client"}},

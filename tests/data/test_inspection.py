@@ -127,22 +127,22 @@ def damaged(tmp_path):
 
 def test_every_fault_is_found(damaged):
     images = Images(str(damaged), layout="{split}/{client}/{class}/*", size=8)
-    found = inspect_division(Division(images, ByDomain("client")))
-    assert (found.clients, found.classes) == (["a", "b"], ["x", "y"])
-    assert (found.train.tolist(), found.test.tolist()) == ([[3, 2], [3, 0]], [[2, 1], [0, 0]])
-    assert found.images.tolist() == [[5, 3], [3, 0]]
-    (broken,) = found.broken
+    result = inspect_division(Division(images, ByDomain("client")))
+    assert (result.clients, result.classes) == (["a", "b"], ["x", "y"])
+    assert (result.train.tolist(), result.test.tolist()) == ([[3, 2], [3, 0]], [[2, 1], [0, 0]])
+    assert result.images.tolist() == [[5, 3], [3, 0]]
+    (broken,) = result.broken
     assert broken.startswith(f"{damaged}/train/a/y/10.png is not a readable image")
     path = f"{damaged}/{{}}.png".format
-    assert found.leaks == [(path("test/a/x/9"), path("train/b/x/3"))]
-    assert found.shared == [(path("train/b/x/8"), path("train/a/x/1"))]
-    assert found.repeated == [(path("train/a/x/7"), path("train/a/x/0"))]
-    assert found.single_client_classes == [("y", "a")]
-    assert found.modes == {"L": 9, "I;16": 1}
-    assert sorted(found.sizes[:, 0].tolist()) == [4, 4, 5, 5, 6, 7, 7, 8, 9, 20]
-    assert "1 of 12 images" in found.notes[0]
-    assert not found.usable
-    text = format_inspection(found)
+    assert result.leaks == [(path("test/a/x/9"), path("train/b/x/3"))]
+    assert result.shared == [(path("train/b/x/8"), path("train/a/x/1"))]
+    assert result.repeated == [(path("train/a/x/7"), path("train/a/x/0"))]
+    assert result.single_client_classes == [("y", "a")]
+    assert result.modes == {"L": 9, "I;16": 1}
+    assert sorted(result.sizes[:, 0].tolist()) == [4, 4, 5, 5, 6, 7, 7, 8, 9, 20]
+    assert "1 of 12 images" in result.notes[0]
+    assert not result.usable
+    text = format_inspection(result)
     assert "Only one client has it (1):\n- class y: a" in text
     assert "- fewer than 5 training images of the class: y\n- fewer than 10 training images: a, b\n" in text
     assert "- no test images: b" in text
@@ -222,20 +222,20 @@ def test_what_is_no_source_is_named(tmp_path, source, message):
 
 def test_a_set_of_tensors_is_shown_too():
     """A quarter of the digits' clients: sizes and channels as scikit-learn has them."""
-    found = inspect_division(Division(Digits(), Dirichlet(5, 1.0)))
-    assert (found.train.sum(), found.test.sum(), found.modes) == (1438, 359, {"1 channel": 1797})
-    assert found.sizes.min() == found.sizes.max() == 8
-    assert found.train.sum(0).tolist() == np.bincount(Digits().labels).tolist()
+    result = inspect_division(Division(Digits(), Dirichlet(5, 1.0)))
+    assert (result.train.sum(), result.test.sum(), result.modes) == (1438, 359, {"1 channel": 1797})
+    assert result.sizes.min() == result.sizes.max() == 8
+    assert result.train.sum(0).tolist() == np.bincount(Digits().labels).tolist()
 
 
 def test_long_lists_are_cut():
     many = [f"client{n}" for n in range(30)]
-    found = Inspection(
+    result = Inspection(
         many, [f"class{n}" for n in range(20)], np.ones((30, 20), int), np.zeros((30, 20), int),
         np.zeros((30, 20), int), np.zeros((30, 20), int), np.full((30, 2), 20), np.ones((1, 2), int),
         broken=[f"file{n}\x1b[2J is broken" for n in range(12)],
     )  # fmt: skip
-    text = format_inspection(found)
+    text = format_inspection(result)
     assert "… 10 more" in text
     assert "… 8 more" in text
     assert "Cannot be read (12):\n- file0?[2J is broken" in text
@@ -250,9 +250,9 @@ def test_one_label_of_many_tables(tmp_path):
         write_jpeg(tmp_path / f"{number}.jpg", 30 * number)
     write_table(tmp_path / "t.csv", [{"path": f"{n}.jpg", "label": "ab"[n % 2], "client": n // 4} for n in range(8)])
     images = ImageTable(str(tmp_path / "t.csv"), test_share=0.5, size=4)
-    found = inspect_division(Division(images, ByDomain("client")))
-    assert (found.train + found.test).tolist() == [[2, 2], [2, 2]]
-    assert found.clients == ["0", "1"]
+    result = inspect_division(Division(images, ByDomain("client")))
+    assert (result.train + result.test).tolist() == [[2, 2], [2, 2]]
+    assert result.clients == ["0", "1"]
 
 
 def test_equal_pixels_with_different_labels_are_named(tmp_path):

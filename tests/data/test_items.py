@@ -31,7 +31,9 @@ class Columns(Dataset):
     """What is used of a ``datasets.Dataset``: dicts by number, columns by name, features."""
 
     def __init__(self, rows, names=None, transform=None):
-        self.rows, self.transform, self.read = rows, transform, []
+        self.rows = rows
+        self.transform = transform
+        self.read = []
         self.column_names, self.features = list(rows[0]), {"label": Names(names) if names else None}
         self.format = {"type": "custom" if transform else None}
 

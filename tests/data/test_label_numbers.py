@@ -125,10 +125,10 @@ def test_all_clients_fit_one_of_two_ranges():
             higher = {number + 1 for number in lower}
             fits = all(numbers <= lower or numbers <= higher for numbers in sets)
             is_shifted = is_shifted or (higher in sets and fits and bool(lower & higher))
-        found = find_shifted_numbers(numbers_of_clients)
-        assert (found is not None) == is_shifted, sets
-        if found is not None:
+        result = find_shifted_numbers(numbers_of_clients)
+        assert (result is not None) == is_shifted, sets
+        if result is not None:
             num_found += 1
-            assert found.higher_numbers == [number + 1 for number in found.numbers]
-            assert not {*found.client_names} & {*found.higher_client_names}
+            assert result.higher_numbers == [number + 1 for number in result.numbers]
+            assert not {*result.client_names} & {*result.higher_client_names}
     assert num_found > 50

@@ -68,7 +68,9 @@ def test_one_hot_vectors_are_warned_of_and_several_labels_are_not(kind):
     one_hot = torch.eye(3).repeat(2, 1)
     with pytest.warns(UserWarning, match=r"12 training images.*3 labels.*argmax"):
         assert check(FederatedData([KINDS[kind](one_hot)] * 2)).task == MultiLabel()
-    several, soft, single = one_hot.clone(), one_hot.clone(), torch.tensor([[0.0], [1.0]]).repeat(3, 1)
+    several = one_hot.clone()
+    soft = one_hot.clone()
+    single = torch.tensor([[0.0], [1.0]]).repeat(3, 1)
     several[0, :2] = 1
     soft[0] = torch.tensor([0.5, 0.25, 0.25])
     with warnings.catch_warnings():

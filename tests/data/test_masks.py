@@ -45,10 +45,10 @@ def loaded(images):
 def test_each_image_has_its_mask(tmp_path, mode, in_memory):
     masks = write(tmp_path, mode=mode)
     sets = [ImageMasks(str(tmp_path), size=SIZE, in_memory=in_memory, train=train) for train in (True, False)]
-    found = loaded(sets[0]) | loaded(sets[1])
-    assert found.keys() == masks.keys()
+    result = loaded(sets[0]) | loaded(sets[1])
+    assert result.keys() == masks.keys()
     for name, mask in masks.items():
-        assert torch.equal(found[name], mask)
+        assert torch.equal(result[name], mask)
     image, mask = sets[0][0]
     assert image.shape == (3, SIZE, SIZE)
     assert torch.equal(mask, sets[0].labels[0])

@@ -20,7 +20,9 @@ class Items(Dataset):
     """Tensors as single items; with ``noisy`` a transform of the dataset adds noise."""
 
     def __init__(self, images, noisy=False, labelled=True):
-        self.images, self.noisy, self.labelled = images, noisy, labelled
+        self.images = images
+        self.noisy = noisy
+        self.labelled = labelled
 
     def __len__(self):
         return len(self.images)
@@ -89,7 +91,8 @@ def test_shape_and_type_are_part_of_an_image(make):
 def test_overlap_over_many_images_agrees_with_a_plain_loop():
     source = torch.Generator().manual_seed(4)
     pool = torch.randint(0, 2, (12_000, 1, 4, 4), dtype=torch.uint8, generator=source)  # 2**16 images: some are twice
-    sizes, public = (5000, 6000), pool[11_000:]
+    sizes = (5000, 6000)
+    public = pool[11_000:]
     known = {}
     for index, image in enumerate(public):
         known.setdefault(tuple(image.flatten().tolist()), index)

@@ -145,7 +145,8 @@ def test_no_patient_is_on_both_sides(tmp_path):
 
 
 def chosen(keys, share, seed, clients=None, classes=None, known=None):
-    clients, classes = clients or [0] * len(keys), classes or [[]] * len(keys)
+    clients = clients or [0] * len(keys)
+    classes = classes or [[]] * len(keys)
     return {keys[row] for row in hashed_share(keys, clients, classes, share, seed, known, protect_classes=True)}
 
 
@@ -157,7 +158,8 @@ def test_an_image_that_comes_or_goes_moves_no_other(size, share):
     moved = 0
     for seed in range(100):
         keys = [f"image {number}" for number in range(size + 1)]
-        less, more = chosen(keys[:-1], share, seed), chosen(keys, share, seed)
+        less = chosen(keys[:-1], share, seed)
+        more = chosen(keys, share, seed)
         assert 0 < len(less) < size
         changed = (less ^ more) - {keys[-1]}
         assert len(changed) <= 1
@@ -173,7 +175,8 @@ def test_an_image_that_comes_or_goes_moves_no_other(size, share):
 def test_the_share_is_met_but_for_chance_in_each_client_and_class():
     rng = np.random.default_rng(0)
     keys = [f"image {number}" for number in range(4000)]
-    clients, labels = rng.integers(0, 4, 4000), rng.integers(0, 5, 4000)
+    clients = rng.integers(0, 4, 4000)
+    labels = rng.integers(0, 5, 4000)
     drawn = np.isin(np.arange(4000), hashed_share(keys, clients.tolist(), labels[:, None].tolist(), 0.3, 3))
     for client in range(4):
         for label in range(5):
@@ -248,7 +251,8 @@ def test_a_new_image_moves_no_validation_image_and_groups_stay_whole(tmp_path):
             partition=ByDomain("client"),
             client_validation=0.25,
         )
-        record, train = datamodule.partition_dict(), names(datamodule.division.dataset)
+        record = datamodule.partition_dict()
+        train = names(datamodule.division.dataset)
         test = names(datamodule.division.dataset.with_split(False))
         held_out, kept = (
             [[train[row] for row in own] for own in record[part]] for part in ("client_validation", "train")
@@ -398,8 +402,8 @@ def test_lists_of_a_parquet_file_are_several_labels(tmp_path):
     from pyarrow import parquet
 
     write(tmp_path, *(f"{n}.jpg" for n in range(4)))
-    found = [["b"], ["a", "b, c"], [], None]
-    content = [{"path": f"{n}.jpg", "label": found[n], "split": ("train", "test")[n > 1]} for n in range(4)]
+    result = [["b"], ["a", "b, c"], [], None]
+    content = [{"path": f"{n}.jpg", "label": result[n], "split": ("train", "test")[n > 1]} for n in range(4)]
     parquet.write_table(arrow.Table.from_pylist(content), tmp_path / "t.parquet")
     table_set = ImageTable(str(tmp_path / "t.parquet"))
     assert (table_set.classes, table_set.labels.tolist()) == (("a", "b", "b, c"), [[0, 1, 0], [1, 0, 1]])

@@ -32,7 +32,8 @@ def table(rows, part):
 
 
 def split(partition, train_per_class=100, test_per_class=20, seed=0):
-    train, test = samples(train_per_class), samples(test_per_class)
+    train = samples(train_per_class)
+    test = samples(test_per_class)
     rows = partition.split(train, test, seed)
     for client_rows, part in zip(rows, (train, test), strict=True):
         flat = np.concatenate(client_rows)
@@ -45,7 +46,8 @@ PARTITIONS = [IID(7), Dirichlet(7, 0.3), Shards(7, 3), DominantClass(7), Balance
 
 @pytest.mark.parametrize("partition", PARTITIONS, ids=repr)
 def test_seeded(partition):
-    train, test = samples(30), samples(10)
+    train = samples(30)
+    test = samples(10)
 
     def flat(seed):
         return [client_rows.tolist() for part in partition.split(train, test, seed) for client_rows in part]
@@ -78,7 +80,8 @@ def test_balanced_dirichlet_has_the_proportions_of_its_distribution():
     """With more samples than are drawn, the proportions have mean p and variance p (1 - p) / (alpha + 1)."""
     classes = np.repeat(np.arange(3), [2000, 4000, 14000])
     prior = np.array([0.1, 0.2, 0.7])
-    train, none = Split(classes, np.arange(len(classes))), Split(classes[:0], np.arange(0))
+    train = Split(classes, np.arange(len(classes)))
+    none = Split(classes[:0], np.arange(0))
     for alpha in (0.1, 1.0, 9.0):
         partition = BalancedDirichlet(20, alpha, samples_per_client=100)
         drawn = [rows for seed in range(40) for rows in partition.split(train, none, seed)[0]]
@@ -109,7 +112,8 @@ def test_clients_of_balanced_dirichlet_have_some_samples_of_each_class(clients, 
 def test_the_rest_of_balanced_dirichlet_has_the_proportions_of_its_distribution():
     """Beyond the minimum the proportions have mean 1/K and variance (1/K)(1 - 1/K) / (alpha + 1)."""
     labels = np.repeat(np.arange(4), 5000)
-    train, none = Split(labels, np.arange(len(labels))), Split(labels[:0], np.arange(0))
+    train = Split(labels, np.arange(len(labels)))
+    none = Split(labels[:0], np.arange(0))
     partition = BalancedDirichlet(20, 1.0, samples_per_client=120, min_per_class=5)
     drawn = [rows for seed in range(40) for rows in partition.split(train, none, seed)[0]]
     rest = np.array([np.bincount(labels[rows], minlength=4) for rows in drawn]) - 5
@@ -234,7 +238,8 @@ def test_dominant_class_with_more_of_some_classes_than_clients():
 
 def test_by_domain():
     domains = np.array(["sketch", "photo"])[np.arange(1000) % 2]
-    train, test = samples(100, domain=domains), samples(20, domain=np.array(["sketch", "photo"])[np.arange(200) % 2])
+    train = samples(100, domain=domains)
+    test = samples(20, domain=np.array(["sketch", "photo"])[np.arange(200) % 2])
     rows, test_rows = ByDomain(clients_per_domain=2).split(train, test, 0)
     assert [set(domains[client_rows]) for client_rows in rows] == [{"photo"}, {"photo"}, {"sketch"}, {"sketch"}]
     assert [len(client_rows) for client_rows in rows] == [250] * 4
@@ -243,10 +248,8 @@ def test_by_domain():
 
 def test_by_domain_of_thousands_of_clients_gives_each_its_own_rows():
     names = np.random.default_rng(0).permutation(np.repeat([f"uploader {i}" for i in range(5000)], 8))
-    train, test = (
-        samples(4000, client=names),
-        samples(1, client=np.array(["uploader 7", "nobody", *["uploader 3"] * 8])),
-    )
+    train = samples(4000, client=names)
+    test = samples(1, client=np.array(["uploader 7", "nobody", *["uploader 3"] * 8]))
     with pytest.warns(UserWarning, match="1 of 10 test samples"):
         rows, test_rows = ByDomain("client").split(train, test, 0)
     strangers = samples(1, client=np.array(["nobody"] * 10))
@@ -264,7 +267,8 @@ def test_by_domain_of_thousands_of_clients_gives_each_its_own_rows():
 
 def test_dirichlet_divides_by_a_column_in_place_of_the_labels():
     wards = np.array(["east", "west", "north"])
-    train, test = samples(300, ward=wards[np.arange(3000) % 3]), samples(30, ward=wards[np.arange(300) % 3])
+    train = samples(300, ward=wards[np.arange(3000) % 3])
+    test = samples(30, ward=wards[np.arange(300) % 3])
     by_name = Dirichlet(5, 0.3, column="ward").split(train, test, 1)
     number = {name: place for place, name in enumerate(sorted(wards))}
     as_labels = [Split(np.array([number[name] for name in part.columns["ward"]]), part.index) for part in (train, test)]
@@ -327,7 +331,8 @@ def test_of_each_stratum_its_share_is_drawn_without_bias():
     "partition", [IID(10_000), Dirichlet(10_000, 0.05), Shards(10_000, 2), DominantClass(10_000)], ids=repr
 )
 def test_ten_thousand_clients(partition):
-    train, test = samples(6000), samples(1000)
+    train = samples(6000)
+    test = samples(1000)
     rows, test_rows = partition.split(train, test, 0)
     assert len(rows) == len(test_rows) == 10_000
     assert min(map(len, rows)) >= 2

@@ -14,7 +14,8 @@ from perada.core.rounds import ImageConfig
 from perada.data import Digits, Dirichlet, FederatedData, FederatedDataModule, ImageFolder, Phase
 from perada.data.preprocessing import Preprocessing
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 
 
 class Pictures(torch.utils.data.Dataset):
@@ -86,8 +87,8 @@ def test_images_from_elsewhere_are_prepared_as_the_test_images_are(kind, tmp_pat
         assert {image.shape for image in images} == {(1, 8, 8)}
     read = Preprocessing.from_record(json.loads(json.dumps(data.preprocessing.record())))
     assert read == data.preprocessing
-    found = read.batch(images)
-    torch.testing.assert_close(found.expand_as(expected), expected, rtol=0, atol=1e-6)
+    actual = read.batch(images)
+    torch.testing.assert_close(actual.expand_as(expected), expected, rtol=0, atol=1e-6)
     assert read.shape in (tuple(expected.shape[1:]), (3, *expected.shape[2:]))
 
 
@@ -120,11 +121,11 @@ def test_all_that_an_image_may_be(tmp_path):
     opaque = np.dstack([pixels, np.full(pixels.shape[:2], 255, dtype=np.uint8)])
     forms = [tmp_path / "a.png", str(tmp_path / "a.png"), Image.fromarray(pixels), pixels, tensor]
     forms += [opaque, torch.from_numpy(opaque).permute(2, 0, 1), Image.fromarray(opaque)]
-    found = COLOUR.batch(forms)
-    assert found.shape == (len(forms), 3, 6, 7)
-    levels = (found[0].double() - by_hand(pixels)).abs() * torch.tensor(STD).view(3, 1, 1) * 255
+    result = COLOUR.batch(forms)
+    assert result.shape == (len(forms), 3, 6, 7)
+    levels = (result[0].double() - by_hand(pixels)).abs() * torch.tensor(STD).view(3, 1, 1) * 255
     assert levels.max() < 1.01  # rows are resized and rounded to whole numbers, then columns
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(one, result[0]) for one in result)
 
 
 def test_grey_and_colour_become_one_another():
@@ -132,8 +133,8 @@ def test_grey_and_colour_become_one_another():
     three = np.dstack([levels] * 3)
     forms = [levels, levels[:, :, None], torch.from_numpy(levels), Image.fromarray(levels), three]
     for preprocessing in (COLOUR, GREY):
-        found = preprocessing.batch(forms)
-        torch.testing.assert_close(found, by_hand(three).float().expand_as(found), rtol=0, atol=1e-5)
+        result = preprocessing.batch(forms)
+        torch.testing.assert_close(result, by_hand(three).float().expand_as(result), rtol=0, atol=1e-5)
     palette = Image.fromarray(three).quantize(256)
     kept = np.array(palette.convert("RGB"))
     torch.testing.assert_close(COLOUR.batch([palette])[0], by_hand(kept).float(), rtol=0, atol=1e-5)
@@ -141,8 +142,8 @@ def test_grey_and_colour_become_one_another():
 
 def test_floats_pass_as_they_are():
     x = torch.randn(3, 6, 7)
-    found = COLOUR.batch([x, x.double(), x.numpy(), x.permute(1, 2, 0).numpy()])
-    assert all(torch.equal(one, x) for one in found)
+    result = COLOUR.batch([x, x.double(), x.numpy(), x.permute(1, 2, 0).numpy()])
+    assert all(torch.equal(one, x) for one in result)
     with pytest.warns(UserWarning, match=r"\[0, 1\].*normalised"):
         COLOUR.batch([x.sigmoid()])
 

@@ -146,10 +146,12 @@ def test_streams_run_on_over_the_phases_they_are_in(sampling):
 def test_shuffled_streams_use_each_image_once_in_a_pass(secure):
     private = replace(TWO_PHASES, sampling="shuffle", secure=secure)
     for (name, client), batches in drawn(datamodule(private, steps=(5, 7)).train_dataloader()).items():
-        begun, used = 0, set()
+        begun = 0
+        used = set()
         for batch in batches:
             if not used or len(used) == SIZES[client]:
-                begun, used = begun + 1, set()
+                begun = begun + 1
+                used = set()
             assert len(batch) == min(B, SIZES[client] - len(used))
             assert not used & set(batch)
             used |= set(batch)
@@ -169,7 +171,8 @@ class Pictures(Dataset):
     """Map-style samples: a number in an image of 2×3, with noise from the global streams if asked for."""
 
     def __init__(self, size, noisy=False):
-        self.size, self.noisy = size, noisy
+        self.size = size
+        self.noisy = noisy
 
     def __len__(self):
         return self.size
@@ -278,7 +281,8 @@ def prepared(private=PERADA, **options):
 
 
 def test_padding_is_zero_once_prepared():
-    module, least = prepared(flip=True, crop_padding=1, image_size=8), set()
+    module = prepared(flip=True, crop_padding=1, image_size=8)
+    least = set()
     for item in module.train_dataloader():
         ready = module.on_after_batch_transfer(item, 0)
         assert list(ready) == ["personal", "local"]
@@ -309,7 +313,8 @@ def test_augmentation_is_each_clients_and_each_streams_own():
         alone = [module.prepare(item) for item in module.cohort_loader(module.plan_for([client], 1))]
         for one, all_of_them in zip(alone, together, strict=True):
             for name, batch in one.items():
-                row, count = all_of_them[name].clients.index(client), batch.counts[0]
+                row = all_of_them[name].clients.index(client)
+                count = batch.counts[0]
                 assert torch.equal(batch.x[0, :count], all_of_them[name].x[row, :count])
     item = next(item for item in module.train_dataloader() if min(item["local"].counts) > 1)
     twice = module.prepare({"personal": item["local"], "local": item["local"]})
@@ -317,7 +322,8 @@ def test_augmentation_is_each_clients_and_each_streams_own():
 
 
 def test_secure_augmentation_does_not_follow_from_the_seed():
-    module, private = prepared(flip=True, crop_padding=1), replace(PERADA, secure=True)
+    module = prepared(flip=True, crop_padding=1)
+    private = replace(PERADA, secure=True)
     item = next(item for item in module.train_dataloader() if min(item["local"].counts) > 1)
     secure = prepared(private, flip=True, crop_padding=1)
     assert torch.equal(module.prepare(item)["local"].x, module.prepare(item)["local"].x)

@@ -75,9 +75,9 @@ def test_each_step_sees_a_version_of_each_image_and_all_versions_occur(kind):
             for index, image in zip(rows.tolist(), as_stored(datamodule.public_images(rows)), strict=True):
                 position = index % COUNT
                 known = versions(stored[position, 0])
-                found = [number for number, version in enumerate(known) if torch.equal(version, image[0])]
-                assert found
-                seen[position].add(found[0])
+                result = [number for number, version in enumerate(known) if torch.equal(version, image[0])]
+                assert result
+                seen[position].add(result[0])
     # 120 draws of 18 versions: one of them is missing with probability 18 · (17/18)^120 = 0.02.
     assert all(len(numbers) >= 16 for numbers in seen.values())
 
@@ -184,16 +184,16 @@ def test_a_resumed_run_has_the_same_bits_and_keeps_its_augmentation(tiny, tmp_pa
 @pytest.mark.slow
 def test_features_are_not_kept_of_augmented_public_images(tiny):
     """The frozen layers see each changed image; only test images are always the same."""
-    found = []
+    results = []
     for cache_features in (True, False):
         options = {"adapter": "head", "pretrained": False, "cache_features": cache_features}
         data = FederatedDataModule(federation(), batch_size=4, flip=True, augment_public=True, image_size=32)
         arguments = tiny.options | DISTILS | options | {"rounds": 2}
         del arguments["batch_size"]
         run = perada.finetune("test_resnet", data, **sections(**arguments))
-        found.append(run.states("global")[0])
-    for key, value in found[0].items():
-        torch.testing.assert_close(value, found[1][key], rtol=1e-4, atol=1e-5)
+        results.append(run.states("global")[0])
+    for key, value in results[0].items():
+        torch.testing.assert_close(value, results[1][key], rtol=1e-4, atol=1e-5)
 
 
 def test_augmented_public_images_cost_private_training_nothing(tiny):

@@ -133,7 +133,8 @@ def same(dataset, images, labels):
 def test_cifar_10_1(tmp_path, version, count, inside):
     folder = tmp_path / "data" / inside
     folder.mkdir(parents=True)
-    images, labels = pixels(count, 32, 32, 3), RANDOM.integers(0, 10, count)
+    images = pixels(count, 32, 32, 3)
+    labels = RANDOM.integers(0, 10, count)
     np.save(folder / f"cifar10.1_{version}_data.npy", images)
     np.save(folder / f"cifar10.1_{version}_labels.npy", labels)
     same(CIFAR10_1(str(tmp_path / "data"), version), images, labels)

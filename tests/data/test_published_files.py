@@ -165,7 +165,8 @@ def test_no_patient_of_chexpert_is_on_two_sides(chexpert):
         dataset=CheXpert(str(root), size=8, test_share=0.2, merge_below=6), client_validation=0.3,
         partition=Dirichlet(3, 5.0, column="category"), validation_fraction=0.1,
     )  # fmt: skip
-    record, columns = datamodule.partition_dict(), datamodule.division.dataset.columns["patient"]
+    record = datamodule.partition_dict()
+    columns = datamodule.division.dataset.columns["patient"]
     for kept, held_out in zip(record["train"], record["client_validation"], strict=True):
         assert held_out
         assert not set(columns[kept]) & set(columns[held_out])

@@ -103,11 +103,13 @@ def test_active_clients_are_a_prefix_and_the_longest_come_first():
 
 
 def test_plans_are_pure_and_differ_between_rounds_and_seeds():
-    module, other = datamodule(clients_per_round=2), datamodule(clients_per_round=2, seed=6)
+    module = datamodule(clients_per_round=2)
+    other = datamodule(clients_per_round=2, seed=6)
     plans = [module.plan(round) for round in range(20)]
     assert [module.plan(round) for round in reversed(range(20))] == plans[::-1]
     assert [other.plan(round).clients for round in range(20)] != [plan.clients for plan in plans]
-    first, again = rows_of(module.cohort_loader(plans[3])), rows_of(module.cohort_loader(plans[3]))
+    first = rows_of(module.cohort_loader(plans[3]))
+    again = rows_of(module.cohort_loader(plans[3]))
     assert first == again
     assert rows_of(datamodule().cohort_loader(datamodule().plan(0))) != rows_of(
         datamodule().cohort_loader(datamodule().plan(1))

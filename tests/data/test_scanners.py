@@ -45,7 +45,8 @@ def at(image, row, column):
 
 def bilinear(image, row, column):
     """The value at a place between pixels; black outside."""
-    top, left = floor(row), floor(column)
+    top = floor(row)
+    left = floor(column)
     total = Fraction(0)
     for near_row, row_weight in ((top, top + 1 - row), (top + 1, row - top)):
         for near_column, column_weight in ((left, left + 1 - column), (left + 1, column - left)):
@@ -54,13 +55,15 @@ def bilinear(image, row, column):
 
 
 def blurred(image, row, column):
-    reach, size = 2, len(image)
+    reach = 2
+    size = len(image)
     total = weights = 0
     for down in range(1 - reach, reach):
         for right in range(1 - reach, reach):
             weight = (reach - abs(down)) * (reach - abs(right))
             near = image[min(max(row + down, 0), size - 1)][min(max(column + right, 0), size - 1)]
-            total, weights = total + weight * near, weights + weight
+            total = total + weight * near
+            weights = weights + weight
     return round_half_up(Fraction(total, weights))
 
 
@@ -198,7 +201,8 @@ def test_a_client_of_each_scanner_has_the_images_of_its_own_device():
 def test_clients_of_one_scanner_divide_it_by_another_partition():
     images = Scanners(Numbered(), STILL, size=None)
     partition = ByDomain("scanner", within=Dirichlet(2, alpha=0.3, min_per_client=5))
-    column, labels = images.columns["scanner"], images.labels.numpy()
+    column = images.columns["scanner"]
+    labels = images.labels.numpy()
     train = Split(labels, np.arange(90), {"scanner": column})
     test = Split(labels[:0], np.arange(0), {"scanner": column[:0]})
     rows, test_rows = partition.split(train, test, seed=4)

@@ -53,7 +53,8 @@ def test_the_vocabulary_is_leafs():
 
 
 def test_sequences_are_read_as_they_stand(root):
-    train, test = Shakespeare(str(root)), Shakespeare(str(root / "data")).with_split(False)
+    train = Shakespeare(str(root))
+    test = Shakespeare(str(root / "data")).with_split(False)
     assert (train.images.shape, train.images.dtype, train.labels.dtype) == ((21, 80), torch.int64, torch.int64)
     assert len(test) == 5
     assert dict(zip(*np.unique(train.columns["client"], return_counts=True), strict=True)) == {
@@ -112,9 +113,9 @@ def test_a_plain_text_is_read_by_role(tmp_path):
             expected |= {(role, part[i : i + 80], part[i + 80]) for i in range(len(part) - 80)}
         split = Shakespeare(str(path), train=train)
         rows = zip(split.columns["client"].tolist(), split.images.tolist(), split.labels.tolist(), strict=True)
-        found = [(role, "".join(CHARACTERS[token] for token in x), CHARACTERS[y]) for role, x, y in rows]
-        assert set(found) == expected
-        assert len(found) == sum(
+        actual = [(role, "".join(CHARACTERS[token] for token in x), CHARACTERS[y]) for role, x, y in rows]
+        assert set(actual) == expected
+        assert len(actual) == sum(
             max(0, len(part) - 80)
             for text in said.values()
             for part in [text[: int(0.8 * len(text))] if train else text[int(0.8 * len(text)) :]]
@@ -217,7 +218,9 @@ def assert_close(state, expected, start):
 def test_two_rounds_are_those_of_a_plain_loop(root, algorithm, engine):
     run = finetune(served(root), algorithm, engine=engine)
     start = finetune(served(root), algorithm, rounds=0)
-    model, clients, w = start.global_model(), clients_of(root), start.state("global")
+    model = start.global_model()
+    clients = clients_of(root)
+    w = start.state("global")
     personal = [w] * 3
     for _ in range(2):
         personal = [descend(model, v, *own, anchor=w) for v, own in zip(personal, clients, strict=True)]
@@ -237,7 +240,8 @@ def test_two_rounds_of_an_ensemble_are_those_of_a_plain_loop(root):
     options = {"algorithm_options": {"modes": 2, "strata": 1}}
     run = finetune(served(root), "fed_ensemble", **options)
     start = finetune(served(root), "fed_ensemble", rounds=0, **options)
-    clients, first = clients_of(root), start.states("global")
+    clients = clients_of(root)
+    first = start.states("global")
     model = start.global_model().members[0]
     for state, client_batches in zip(run.states("global"), first, strict=True):
         assert_close(state, average([descend(model, client_batches, *client) for client in clients]), client_batches)
@@ -251,11 +255,11 @@ def test_two_rounds_of_an_ensemble_are_those_of_a_plain_loop(root):
 @pytest.mark.slow
 def test_perada_distils_on_public_sequences_and_measures_them(root):
     data = served(root, public_fraction=0.2, batch_size=4)
-    (found,) = finetune(
+    (result,) = finetune(
         data, "perada", rounds=1, distill_steps=10, distill_lr=3e-5, distill_batch_size="full", diagnostics=True
     ).metrics["rounds"]
     assert data.public_size == 4
-    assert 0 < found["theory/distilled_distance"] < found["theory/averaged_distance"]
+    assert 0 < result["theory/distilled_distance"] < result["theory/averaged_distance"]
 
 
 @pytest.mark.slow

@@ -65,16 +65,16 @@ def test_contrast_and_noise_have_the_parameters_of_imagenet_c():
 def test_of_a_grey_image_the_green_channel_is_kept():
     grey = image(1)
     for kind in ("shot_noise", "frost"):
-        found = corrupt(grey, kind, 2, 9)
-        assert found.shape == (1, 32, 32)
-        assert torch.equal(found, corrupt(grey.expand(3, -1, -1), kind, 2, 9)[1:2])
+        result = corrupt(grey, kind, 2, 9)
+        assert result.shape == (1, 32, 32)
+        assert torch.equal(result, corrupt(grey.expand(3, -1, -1), kind, 2, 9)[1:2])
 
 
 def test_a_spatter_without_drops_leaves_the_image():
     plain = torch.full((3, 32, 32), 100, dtype=torch.uint8)
-    found = [corrupt(plain, "spatter", 1, seed) for seed in range(60)]
-    assert min(int(one.min()) for one in found) >= 99  # drops only lighten; a division by zero made it black
-    assert any(torch.equal(one, plain) for one in found)
+    result = [corrupt(plain, "spatter", 1, seed) for seed in range(60)]
+    assert min(int(one.min()) for one in result) >= 99  # drops only lighten; a division by zero made it black
+    assert any(torch.equal(one, plain) for one in result)
 
 
 class Read(Dataset):
@@ -94,7 +94,8 @@ class Read(Dataset):
 def test_an_images_corruption_does_not_depend_on_its_batch(size):
     images = torch.randint(0, 256, (7, 3, 32, 32), dtype=torch.uint8)
     sets = [TensorDataset(part, torch.zeros(len(part)).long()) for part in images.split([3, 4])]
-    owners, indices = torch.tensor([0, 0, 0, 1, 1, 1, 1]), torch.tensor([0, 1, 2, 0, 1, 2, 3])
+    owners = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    indices = torch.tensor([0, 1, 2, 0, 1, 2, 3])
     for datasets in (sets, [Read(part) for part in images.split([3, 4])]):
         store = CorruptedStore(Condition("", make_store(datasets, size=size), "gaussian_noise", 2), 7, size)
         whole, labels = store.take(owners, indices)
@@ -123,7 +124,8 @@ class Other(ImageSet):
 
     def __init__(self, labels=(0, 1, 2, 0, 1, 2), classes=3, train=True):
         super().__init__(train)
-        self.given, self.num_classes = labels, classes
+        self.given = labels
+        self.num_classes = classes
 
     def _load(self):
         labels = None if self.given is None else torch.tensor(self.given)
@@ -139,7 +141,9 @@ def module(shifts, dtype=torch.uint8, size=32, test=True, clients=3, classes=3, 
 
 def test_short_forms():
     data = module({"a": "main", "b": "fog", "c": ["snow", "frost"], "d": "label_shift", "e": Other(), "f": "extra"})
-    passes = [(one.shift, one.corruption, one.severity, one.others) for one in data.conditions]
+    passes = [
+        (condition.shift, condition.corruption, condition.severity, condition.others) for condition in data.conditions
+    ]
     expected = [("a", kind, severity, False) for kind in MAIN for severity in range(1, 6)]
     expected += [("b", "fog", severity, False) for severity in range(1, 6)]
     expected += [("c", kind, severity, False) for kind in ("snow", "frost") for severity in range(1, 6)]
@@ -147,7 +151,7 @@ def test_short_forms():
     expected += [("f", kind, severity, False) for kind in EXTRA for severity in range(1, 6)]
     assert passes == expected
     assert len(module({"all": Corruptions("all")}).conditions) == 19 * 5
-    assert [one.severity for one in module({"a": Corruptions("fog", [5, 2])}).conditions] == [5, 2]
+    assert [condition.severity for condition in module({"a": Corruptions("fog", [5, 2])}).conditions] == [5, 2]
 
 
 def test_held_out_images_are_not_shifted():

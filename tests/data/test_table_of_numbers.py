@@ -156,7 +156,8 @@ def test_a_run_predicts_numbers_in_the_units_of_the_table(tmp_path):
     run = perada.finetune(
         "test_resnet", data, pretrained=False, algorithm="fedavg", adapter="full", rounds=1, local_steps=1, seed=0
     )
-    mean, std = np.mean(AGES[:8]), np.std(AGES[:8])
+    mean = np.mean(AGES[:8])
+    std = np.std(AGES[:8])
     assert run.info["task"]["init_args"]["mean"] == pytest.approx([mean])
     assert run.info["task"]["init_args"]["std"] == pytest.approx([std])
     loaded = perada.Run.load(run.save(tmp_path / "run"))

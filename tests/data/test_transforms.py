@@ -85,10 +85,8 @@ def shifted(image, top, left, mirrored, padding):
     result = torch.zeros_like(image)
     for row in range(height):
         for column in range(width):
-            source_row, source_column = (
-                row + top - padding,
-                (width - 1 - column if mirrored else column) + left - padding,
-            )
+            source_row = row + top - padding
+            source_column = (width - 1 - column if mirrored else column) + left - padding
             if 0 <= source_row < height and 0 <= source_column < width:
                 result[:, row, column] = image[:, source_row, source_column]
     return result
@@ -130,7 +128,8 @@ def test_a_clients_augmentation_depends_on_round_client_and_step_alone():
 def test_a_small_clients_augmentation_is_that_which_it_draws_alone():
     x = random_images(2, 6, 1, 8, 8)
     prepare = Preparation(None, None, 2, True, seed=7)
-    both, alone = prepare(cohort((4, 9), (6, 3), x)).x, prepare(cohort((9,), (3,), x[1:, :3])).x
+    both = prepare(cohort((4, 9), (6, 3), x)).x
+    alone = prepare(cohort((9,), (3,), x[1:, :3])).x
     assert torch.equal(both[1, :3], alone[0])
 
 

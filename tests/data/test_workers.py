@@ -76,7 +76,8 @@ def test_workers_are_started_once(started):
 
 
 def test_passes_may_be_nested_and_abandoned(started):
-    data, plain = module(1), module(0)
+    data = module(1)
+    plain = module(0)
     expected = list(plain.val_dataloader())
     loader = data.val_dataloader()
     pairs = list(zip(loader, data.val_dataloader(), strict=True))

@@ -45,7 +45,9 @@ class Parties:
 
     def __init__(self, tiny, tmp_path, algorithm="fedavg", *, rounds=2, sizes=SIZES, engine="loop", every=1, **options):
         self.tiny, self.folder, self.algorithm, self.rounds, self.sizes = tiny, Path(tmp_path), algorithm, rounds, sizes
-        self.engine, self.every, self.options = engine, every, options
+        self.engine = engine
+        self.every = every
+        self.options = options
         self.whole = tiny.data(sizes=sizes)
         self.names = [f"site{number}" for number in range(len(sizes))]
 
@@ -73,7 +75,8 @@ class Parties:
 
     def simulated(self):
         """Loop and module after a run in one process."""
-        loop, module = self.loop(), self.module()
+        loop = self.loop()
+        module = self.module()
         self.trainer(loop).fit(module, datamodule=self.data(self.whole))
         return loop, module
 
@@ -85,7 +88,8 @@ class Parties:
 
     def worker(self, place, may_send=("sizes", "counts", "scores", "losses"), **limits):
         client = Client(self.recipe(place), Limits(**limits))
-        book, party = SiteStore(self.folder / self.names[place]), None
+        book = SiteStore(self.folder / self.names[place])
+        party = None
         if client.settings.secure_sums is not None:
             party = Party(self.names[place], self.identities[place], self.sites)
         return SiteWorker(book, {client.recipe.digest: client}, may_send, party=party)
@@ -138,7 +142,8 @@ class Watched:
 
     def children(self, pid, name):
         """Ids of the processes of a program that descend from a process."""
-        parents, words = {}, {}
+        parents = {}
+        words = {}
         for one in self.alive():
             with suppress(FileNotFoundError):  # it may end meanwhile
                 parents[one] = int(Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[1])
@@ -153,11 +158,15 @@ class Supervisor:
     """Starts a site's SuperNode again until the SuperLink lets it in."""
 
     def __init__(self, federation, site):
-        self.federation, self.site, self.name, self.before = federation, site, f"node-{site}", 0
+        self.federation = federation
+        self.site = site
+        self.name = f"node-{site}"
+        self.before = 0
 
     def let_in(self):
         """Whether it is in."""
-        log, processes = self.federation.log(self.name), self.federation.processes
+        log = self.federation.log(self.name)
+        processes = self.federation.processes
         if self.name not in processes or processes[self.name].poll() is not None:
             self.before = log.stat().st_size
             self.federation.start_node(self.site)

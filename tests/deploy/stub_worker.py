@@ -14,7 +14,9 @@ from perada.deploy.flower.socket import Listener
 
 
 def main():
-    path, number, seconds = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+    path = sys.argv[1]
+    number = float(sys.argv[2])
+    seconds = float(sys.argv[3])
 
     def answer(message, run):
         tensors = load(message)

@@ -38,7 +38,8 @@ def lines_of(folder):
 
 def verified(folder):
     """The entries, by a plain reading of the file: each digest is that of the rest, and names the one before."""
-    entries, last = [], "0" * 64
+    entries = []
+    last = "0" * 64
     for number, line in enumerate(lines_of(folder), 1):
         entry = json.loads(line)
         rest = {name: value for name, value in entry.items() if name != "sha256"}
@@ -107,7 +108,8 @@ def test_a_private_sites_lines_say_what_was_spent(tiny, tmp_path):
 
 
 def test_the_log_holds_no_image_no_path_and_no_number_of_the_sites(tiny, tmp_path):
-    parties, images = Parties(tiny, tmp_path, "fedavg"), Canaries(False)
+    parties = Parties(tiny, tmp_path, "fedavg")
+    images = Canaries(False)
     parties.whole = replace(parties.whole, train=[images] * 3, test=[images] * 3, public=None)
     site = parties.worker(0)
     reply = site.answer(pack(Request("join", RUN, only_client(site).recipe.digest)), "")
@@ -125,8 +127,10 @@ def test_the_log_holds_no_image_no_path_and_no_number_of_the_sites(tiny, tmp_pat
 
 
 def test_a_line_is_on_the_disk_before_the_reply_leaves(tiny, tmp_path, monkeypatch):
-    site, synced = Parties(tiny, tmp_path, "ditto").worker(0), []
-    real, log = os.fsync, site.store.folder / LOG
+    site = Parties(tiny, tmp_path, "ditto").worker(0)
+    synced = []
+    real = os.fsync
+    log = site.store.folder / LOG
 
     def fsync(file):
         if os.fstat(file).st_ino == log.stat().st_ino:
@@ -174,8 +178,8 @@ TOUCHED = {
 def test_a_log_that_was_touched_is_found(how, tmp_path, capsys):
     (touch, finds), folder = TOUCHED[how], written(tmp_path / "state", 7)
     main(["deploy", "audit", str(folder)])
-    said = capsys.readouterr().out
-    assert "7 lines" in said and verified(folder)[-1]["sha256"] in said
+    output = capsys.readouterr().out
+    assert "7 lines" in output and verified(folder)[-1]["sha256"] in output
     (folder / LOG).write_bytes(b"".join(touch((folder / LOG).read_bytes().splitlines(keepends=True))))
     with pytest.raises(ValueError, match=finds) as error:
         main(["deploy", "audit", str(folder)])
@@ -185,7 +189,8 @@ def test_a_log_that_was_touched_is_found(how, tmp_path, capsys):
 
 
 def test_lines_that_were_written_anew_are_found_by_the_head_and_by_a_hash_that_was_noted(tmp_path, capsys):
-    folder, other = written(tmp_path / "state", 4), written(tmp_path / "other", 4)
+    folder = written(tmp_path / "state", 4)
+    other = written(tmp_path / "other", 4)
     noted = verified(folder)[1]["sha256"]
     main(["deploy", "audit", str(folder), "--noted", noted])
     shutil.copy(other / LOG, folder / LOG)
@@ -219,7 +224,8 @@ def test_the_program_ends_with_status_1_and_one_line(tmp_path, capsys):
 def test_a_torn_line_stays_and_the_next_one_says_so(size, tmp_path, monkeypatch):
     """The process ends, or the disk is full, after ``size`` bytes of a line."""
     folder = written(tmp_path / "state", 2)
-    before, real = (folder / LOG).read_bytes(), os.write
+    before = (folder / LOG).read_bytes()
+    real = os.write
 
     def torn(file, data):
         real(file, data[:size])
@@ -299,7 +305,8 @@ def append_for_ever(folder, pipe):
 def test_sigkill_at_any_moment_leaves_every_answered_line(tmp_path):
     folder = tmp_path / "state"
     folder.mkdir()
-    answered, draw = 0, [0.013 * (7 * turn % 11) for turn in range(8)]
+    answered = 0
+    draw = [0.013 * (7 * turn % 11) for turn in range(8)]
     for wait in draw:
         reading, writing = os.pipe()
         process = forked(append_for_ever, folder, writing)
@@ -383,8 +390,10 @@ def test_a_log_is_shown_as_a_table(tiny, tmp_path, capsys):
     parties.names, parties.sizes = parties.names[:1], parties.sizes[:1]
     parties.coordinator(LocalTransport({"site0": site}), min_sites=1).run()
     main(["deploy", "audit", str(site.store.folder)])
-    said = capsys.readouterr().out
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("|")][2:]
+    output = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines() if line.startswith("|")][
+        2:
+    ]
     assert [(row[0], row[4], row[6]) for row in rows] == [
         ("1", "join", "ok"),
         ("2", "train", "ok"),

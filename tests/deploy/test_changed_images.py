@@ -77,7 +77,7 @@ def test_a_run_does_not_go_on_with_others(tiny, tmp_path, caplog, change, part, 
 
 def test_with_the_same_images_it_goes_on(tiny, tmp_path):
     deployment = trained(tiny, tmp_path)
-    assert code(restarted(deployment, lambda *tensors: [one.clone() for one in tensors]), 1) == "ok"
+    assert code(restarted(deployment, lambda *tensors: [tensor.clone() for tensor in tensors]), 1) == "ok"
 
 
 def test_the_site_can_accept_the_change(tiny, tmp_path, caplog):

@@ -183,13 +183,13 @@ def test_a_site_has_a_global_state_to_export_from_the_first_evaluation_on(tiny, 
     """The run may be stopped at any time."""
     parties = Parties(tiny, tmp_path, rounds=3)
     workers = parties.workers()
-    found = {}
+    results = {}
 
     def look(name, message, number):
         header = read_header(message)
         if name == "site0" and header["kind"] == "train":
             current = workers[name].store.current()
-            found[header["round"]] = current is not None and bool(current.scoring.global_state)
+            results[header["round"]] = current is not None and bool(current.scoring.global_state)
 
     parties.coordinator(Troubled(workers, look)).run()
-    assert found == {0: False, 1: True, 2: True}
+    assert results == {0: False, 1: True, 2: True}

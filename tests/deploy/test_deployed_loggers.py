@@ -23,7 +23,8 @@ class Recorder(Logger):
 
     def __init__(self, fails=10**6):
         super().__init__()
-        self.rows, self.fails = {}, fails
+        self.rows = {}
+        self.fails = fails
 
     def log_metrics(self, metrics, step=None):
         if step >= self.fails:
@@ -46,8 +47,8 @@ def test_loggers_get_the_metrics_of_a_simulation_by_their_names(tiny, tmp_path):
     names = {name for row in loop.history for name in row} | {"deploy/selected", "deploy/answered", "deploy/seconds"}
     assert {name for row in recorder.rows.values() for name in row} <= names | {"epoch"}
     for name in ("train/personal_loss", "personal/local_test", "global/global_test", "params/sent"):
-        found = [recorder.rows[step].get(name) for step in (0, 1)]
-        assert found == [pytest.approx(row[name], rel=1e-6) if name in row else None for row in loop.history], name
+        result = [recorder.rows[step].get(name) for step in (0, 1)]
+        assert result == [pytest.approx(row[name], rel=1e-6) if name in row else None for row in loop.history], name
     with (tmp_path / "server" / "metrics.csv").open() as file:
         for row in csv.DictReader(file):
             given = recorder.rows[int(row.pop("epoch"))]
@@ -63,7 +64,8 @@ def test_loggers_get_the_metrics_of_a_simulation_by_their_names(tiny, tmp_path):
 @pytest.mark.slow
 def test_a_logger_that_fails_costs_no_round(tiny, tmp_path, caplog):
     parties = Parties(tiny, tmp_path)
-    failing, other = Recorder(fails=1), Recorder()
+    failing = Recorder(fails=1)
+    other = Recorder()
     coordinator = parties.coordinator(LocalTransport(parties.workers()), loggers=[failing, other])
     assert coordinator.run().done == 2
     assert (set(failing.rows), set(other.rows)) == ({0}, {0, 1})
@@ -83,8 +85,8 @@ def test_a_recipes_loggers_write_into_the_runs_folder(tmp_path):
         (tmp_path / "recipe.yaml").write_text(
             yaml.safe_dump(RECIPE | {"trainer": RECIPE["trainer"] | {"logger": given}})
         )
-        found = server_recipe(str(tmp_path / "recipe.yaml"), tmp_path / "run").loggers
-        assert [logger.save_dir for logger in found] == expected
+        actual = server_recipe(str(tmp_path / "recipe.yaml"), tmp_path / "run").loggers
+        assert [logger.save_dir for logger in actual] == expected
 
 
 def test_callbacks_are_rejected(tmp_path):
@@ -101,7 +103,8 @@ def test_tensorboard_gets_the_rounds(tmp_path, capsys):
 
     recipe = RECIPE | {"trainer": RECIPE["trainer"] | {"max_epochs": 2, "logger": "TensorBoardLogger"}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    paths, approved = [], {}
+    paths = []
+    approved = {}
     for _ in range(2):  # first to learn the digests
         paths = []
         for n, name in enumerate("ab"):

@@ -99,12 +99,12 @@ def test_a_sites_run_and_the_servers_are_used_as_any_other(tmp_path, monkeypatch
     main(["export", "sim/lightning_logs/version_0", "--output", "simulated"])
     simulated = json.loads((tmp_path / "simulated" / "run.json").read_text())
     for folder in ("out", "server"):
-        found = json.loads((tmp_path / folder / "run.json").read_text())
-        assert found["info"].keys() - {"elsewhere"} == simulated["info"].keys()
+        actual = json.loads((tmp_path / folder / "run.json").read_text())
+        assert actual["info"].keys() - {"elsewhere"} == simulated["info"].keys()
         for name in ("preprocessing", "adapter", "algorithm", "backbone", "built_for", "image_size", "adapter_options"):
-            assert found["info"][name] == simulated["info"][name], name
+            assert actual["info"][name] == simulated["info"][name], name
         same = {"phases", "rounds", "batch_size", "flip", "lr_local", "optimizer", "algorithm"}
-        assert all(found["info"]["training"][name] == simulated["info"]["training"][name] for name in same)
+        assert all(actual["info"]["training"][name] == simulated["info"]["training"][name] for name in same)
     for file in (tmp_path / "simulated").rglob("*"):
         name = file.relative_to(tmp_path / "simulated")
         assert (tmp_path / "out" / name).exists() or name.parts[0] == "client_1"

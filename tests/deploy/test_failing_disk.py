@@ -132,7 +132,8 @@ def test_lines_are_on_the_disk_before_the_head_that_is_repaired(tmp_path, monkey
     older = json.loads(lines_of(folder)[0])["sha256"]
     (folder / HEAD).write_text(json.dumps({"lines": 1, "last": older}))
     events = []
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
+    replace = os.replace
 
     def recording_fsync(file):
         events.append(os.readlink(f"/proc/self/fd/{file}").rpartition("/")[2])
@@ -200,10 +201,10 @@ def test_a_full_disk_is_one_sentence_at_the_site_and_one_word_for_the_server(sit
         thread.join()
     (problem,) = problems
     assert problem.exc_info is None and problem.levelno == logging.ERROR
-    said = problem.getMessage()
+    messages = problem.getMessage()
     for word in ("run 4711", SITE_STATE, "Read-only file system", "writable again", "the server asks again"):
-        assert word in said
-    assert "\n" not in said
+        assert word in messages
+    assert "\n" not in messages
     assert read_header(reply)["code"] == "ok"
 
 
@@ -387,7 +388,8 @@ def test_a_site_whose_disk_failed_is_asked_at_once_for_something_new(tiny, tmp_p
 
 
 def test_waits_grow_twofold_up_to_a_limit_that_leaves_twenty_attempts():
-    waits, wait = [], None
+    waits = []
+    wait = None
     for _ in range(9):
         wait = next_wait(wait, 600.0)
         waits.append(wait)
@@ -467,9 +469,9 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("kind", SECTIONS)
 def test_a_run_ends_as_if_its_disks_had_not_failed(kind, party, error, length, undisturbed):
     """A sample of the operations; ``python -m benchmarks faults --rows disks`` tries all of them."""
-    found = undisturbed(kind, party)
-    for first in range(3, found.num_operations, found.num_operations // 3):
-        verdict = found.judge(DiskFault(error, length), first)
+    result = undisturbed(kind, party)
+    for first in range(3, result.num_operations, result.num_operations // 3):
+        verdict = result.judge(DiskFault(error, length), first)
         assert verdict.outcome == SURVIVED, verdict
 
 
@@ -478,7 +480,8 @@ def test_a_run_ends_as_if_its_disks_had_not_failed(kind, party, error, length, u
 
 def test_a_file_is_never_missing_on_a_file_system_without_links(tmp_path, monkeypatch):
     """It is copied, so that a disk that fails before the new file is in place leaves the former one."""
-    path, former = tmp_path / "x", tmp_path / "former"
+    path = tmp_path / "x"
+    former = tmp_path / "former"
     write_atomic(path, b"first", private=True)
 
     def no_links(*_):

@@ -83,8 +83,8 @@ def test_an_expired_certificate_is_rejected_although_its_authority_is_valid(tmp_
     with presenting(tmp_path) as address:
         write_connection(tmp_path, "federation", address, tmp_path / "ca.crt")
         for link in (Link(address, tmp_path / "ca.crt"), Link("federation")):
-            said = rf"the certificate presented by {address} expired on {day}; on the server, move server\.pem"
-            with pytest.raises(ValueError, match=said):
+            message = rf"the certificate presented by {address} expired on {day}; on the server, move server\.pem"
+            with pytest.raises(ValueError, match=message):
                 run_app(tmp_path / "federation" / "app", link, Terms())
 
 
@@ -136,7 +136,9 @@ def test_who_does_not_answer_by_tls_is_left_to_flower(tmp_path, monkeypatch):
 
 
 def test_the_metric_goes_on_while_nobody_answers_and_tries_the_machine_itself(monkeypatch, caplog):
-    now, asked, answers = [1000.0], [], {}
+    now = [1000.0]
+    asked = []
+    answers = {}
     monkeypatch.setattr(certificates, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 5.0 * DAY))
 
     def read(address, timeout):
@@ -169,15 +171,17 @@ def test_when_the_certificate_expires_is_among_the_metrics(tiny, tmp_path, monke
     from .test_monitoring import scraped
 
     certificate = written(tmp_path / "keys", 90, monkeypatch)
-    parties, port, name = Parties(tiny, tmp_path), free_port(), "superlink_certificate_expiry_timestamp_seconds"
+    parties = Parties(tiny, tmp_path)
+    port = free_port()
+    name = "superlink_certificate_expiry_timestamp_seconds"
     with presenting(tmp_path / "keys") as address:
         for superlink in (address, ""):
             monitoring = Monitoring(port, superlink=superlink)
             transport = _counting_transport(LocalTransport({}), monitoring)
             coordinator = parties.coordinator(transport)
             with _serve_metrics(coordinator.progress, transport, monitoring):
-                found = scraped(port)
+                actual = scraped(port)
             coordinator.close()
             expected = certificate.not_valid_after_utc.timestamp() if superlink else None
-            assert found.get((name,)) == expected
+            assert actual.get((name,)) == expected
             parties.folder = tmp_path / "other"

@@ -95,7 +95,8 @@ def test_the_units_agree_on_the_socket_and_its_owner(app):
         parser.optionxform = str
         parser.read_string(file.read_text().replace("\\\n", " "))
         units[file.name] = parser
-    listening, node = units["perada-site.socket"]["Socket"], units["perada-supernode.service"]["Service"]
+    listening = units["perada-site.socket"]["Socket"]
+    node = units["perada-supernode.service"]["Service"]
     assert listening["SocketMode"] == "0600"
     assert listening["SocketUser"] == node["User"] != units["perada-site.service"]["Service"]["User"]
     assert f"--socket {listening['ListenStream']}" in node["ExecStart"]
@@ -349,7 +350,8 @@ def test_a_run_is_followed_to_its_end(tmp_path, app, monkeypatch, capfd, does, c
 
 
 def test_a_certificate_that_expires_soon_is_said_and_one_that_has_is_rejected(tmp_path, monkeypatch):
-    file, expires = certificate(tmp_path), datetime.datetime(2126, 10, 31, 20, 42, 23, tzinfo=datetime.UTC).timestamp()
+    file = certificate(tmp_path)
+    expires = datetime.datetime(2126, 10, 31, 20, 42, 23, tzinfo=datetime.UTC).timestamp()
 
     def days_before(days):
         now = SimpleNamespace(time=lambda: expires - days * 86400, strftime=time.strftime, gmtime=time.gmtime)

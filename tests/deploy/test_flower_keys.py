@@ -70,7 +70,8 @@ def test_the_servers_own_processes_accept_it(tmp_path):
 @pytest.mark.usefixtures("_cryptography")
 def test_a_certificate_is_renewed_and_sites_keep_what_they_have(tmp_path):
     write_server_keys(tmp_path, ["link.example.org"])
-    authority, before = (tmp_path / "ca.crt").read_bytes(), (tmp_path / "server.pem").read_bytes()
+    authority = (tmp_path / "ca.crt").read_bytes()
+    before = (tmp_path / "server.pem").read_bytes()
     with pytest.raises(FileExistsError, match="already exists"):
         write_server_keys(tmp_path, ["new.example.org"])
     (tmp_path / "server.pem").unlink()
@@ -85,7 +86,8 @@ def test_a_certificate_is_renewed_and_sites_keep_what_they_have(tmp_path):
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="OpenSSH is not installed")
 def test_openssh_reads_a_sites_keys(tmp_path):
     write_site_keys(tmp_path, "st-marys")
-    private, public = tmp_path / "st-marys.key", tmp_path / "st-marys.pub"
+    private = tmp_path / "st-marys.key"
+    public = tmp_path / "st-marys.pub"
     derived = subprocess.run(["ssh-keygen", "-y", "-f", private], capture_output=True, text=True, check=True).stdout
     assert derived.split()[:2] == public.read_text().split()[:2]
     assert derived.startswith("ecdsa-sha2-nistp384 ")

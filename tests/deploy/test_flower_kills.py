@@ -8,18 +8,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
 
-from perada.cli import main
 from perada.cli.flower import recipe_digest
 from perada.deploy.audit import HEAD, LOG
 from perada.deploy.server import progress as records
 from perada.deploy.state import SITE_STATE, SiteStore, read_state
-from perada.studies.deployment import ENVIRONMENT, PROGRAM, SITES, Demo, demo_recipe, site_file
+from perada.studies.deployment import ENVIRONMENT, PROGRAM, SITES, Demo, demo_recipe
 
+from .flower_runs import assert_same_bits, run_in_one_process
 from .parties import Supervisor, Watched
 
 pytestmark = pytest.mark.slow
@@ -115,30 +114,15 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
             assert sorted(path.name for path in book.folder.iterdir()) == [HEAD, LOG, "lock", SITE_STATE]
         said = demo.log("worker-beta").read_text()
     assert said.count("train, round 2\n") >= 2  # asked again after the ClientApp's death, and not trained again
-    local_run = in_peace(tmp_path)
+    local_run = run_in_one_process(tmp_path, long_rounds(ROUNDS))
     assert killed_run.progress.done == local_run.progress.done == ROUNDS
-    same(killed_run.states["global"], local_run.states["global"])
+    assert_same_bits(killed_run.states["global"], local_run.states["global"])
     assert untimed(killed_run.progress) == untimed(local_run.progress)
     for site, state in sites.items():
         other = read_state(tmp_path / f"state-{site}" / SITE_STATE)[0]
         assert state.training.num_rounds == other.training.num_rounds == ROUNDS
         for role in other.training.client_state:
-            same(state.training.client_state[role], other.training.client_state[role])
-
-
-def in_peace(folder):
-    """The server's records and states after a run of the same sites in this process."""
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(long_rounds(ROUNDS))
-    digest = recipe_digest(str(recipe))
-    files = [str(site_file(folder, place, recipe, digest)) for place in range(len(SITES))]
-    main(["deploy", "run", str(recipe), "--folder", str(folder / "local"), "--min-sites", "3", "--local", *files])
-    return records.read_saved_run(folder / "local")
-
-
-def same(found, expected):
-    assert found.keys() == expected.keys() != set()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+            assert_same_bits(state.training.client_state[role], other.training.client_state[role])
 
 
 def untimed(progress):

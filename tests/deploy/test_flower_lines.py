@@ -34,8 +34,8 @@ here"""
 def parsed(text):
     """The records of lines of another program, each of which must be one line of JSON."""
     lines = FlowerLines()
-    found = [line for one in text.split("\n") for line in lines.feed(f"{one}\n")]
-    return [json.loads(line) for line in [*found, *lines.flush()]]
+    result = [line for one in text.split("\n") for line in lines.feed(f"{one}\n")]
+    return [json.loads(line) for line in [*result, *lines.flush()]]
 
 
 def flower_record(level, message, stamped):

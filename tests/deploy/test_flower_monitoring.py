@@ -26,7 +26,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_run_over_flower_is_watched(capsys):
-    port, scrapes, over = free_port(), [], threading.Event()
+    port = free_port()
+    scrapes = []
+    over = threading.Event()
 
     def scrape():
         while not over.wait(0.5):
@@ -62,11 +64,11 @@ def test_a_run_over_flower_is_watched(capsys):
         "flwr",
     }
     families = [family for text in scrapes for family in text_string_to_metric_families(text)]
-    samples = {(one.name, *one.labels.values()) for family in families for one in family.samples}
+    samples = {(sample.name, *sample.labels.values()) for family in families for sample in family.samples}
     assert {("perada_site_connected", site) for site in SITES} <= samples
     assert "perada_rounds_planned 1.0" in scrapes[0]
     name = "perada_superlink_certificate_expiry_timestamp_seconds"
-    (expiry,) = {one.value for family in families if family.name == name for one in family.samples}
+    (expiry,) = {sample.value for family in families if family.name == name for sample in family.samples}
     assert expiry == certificate.not_valid_after_utc.timestamp()
 
 

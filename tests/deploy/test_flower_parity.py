@@ -7,17 +7,16 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
 
-from perada.cli import main
 from perada.cli.flower import recipe_digest
 from perada.deploy.flower.running import program
 from perada.deploy.server import progress as records
 from perada.deploy.state import SITE_STATE, read_state
-from perada.studies.deployment import ENVIRONMENT, LINK, SITES, Demo, demo_recipe, run_demo, site_file
+from perada.studies.deployment import ENVIRONMENT, LINK, SITES, Demo, demo_recipe, run_demo
 
+from .flower_runs import assert_same_bits, run_in_one_process
 from .parties import Watched
 
 pytestmark = pytest.mark.slow
@@ -27,35 +26,20 @@ class Watching(Watched, Demo):
     """The demonstration, whose processes can be looked at."""
 
 
-def local(folder, rounds):
-    """The server's records and states, and the sites' states, after a run in this process."""
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(demo_recipe(rounds))
-    digest = recipe_digest(str(recipe))
-    files = [str(site_file(folder, place, recipe, digest)) for place in range(len(SITES))]
-    main(["deploy", "run", str(recipe), "--folder", str(folder / "local"), "--min-sites", "3", "--local", *files])
-    return records.read_saved_run(folder / "local")
-
-
-def same(found, expected):
-    assert found.keys() == expected.keys() != set()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
-
-
 def untimed(progress):
     return [{name: value for name, value in row.items() if "seconds" not in name} for row in progress.history]
 
 
 def test_over_flower_or_in_one_process(tmp_path, capfd):
     assert run_demo(1, recipe_digest, tmp_path / "flower") == 0
-    said = capfd.readouterr().out
-    assert "has the status finished:completed" in said
-    assert "3 of 3 sites replied" in said
+    output = capfd.readouterr().out
+    assert "has the status finished:completed" in output
+    assert "3 of 3 sites replied" in output
     flower_run = records.read_saved_run(tmp_path / "flower")
-    local_run = local(tmp_path, 1)
+    local_run = run_in_one_process(tmp_path, demo_recipe(1))
     for run in (flower_run, local_run):
         assert [member.name for member in run.progress.roster] == list(SITES)
-    same(flower_run.states["global"], local_run.states["global"])
+    assert_same_bits(flower_run.states["global"], local_run.states["global"])
     assert untimed(flower_run.progress) == untimed(local_run.progress)
 
 
@@ -79,12 +63,12 @@ def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
         demo.wait_for(lambda: "| 1     |" in demo.log("run").read_text(), "run", "the table of rounds", 300)
         killed_run = records.read_saved_run(demo.folder / "server")
         sites = [read_state(demo.folder / f"state-{site}" / SITE_STATE)[0] for site in SITES]
-    local_run = local(here, 2)
-    same(killed_run.states["global"], local_run.states["global"])
+    local_run = run_in_one_process(here, demo_recipe(2))
+    assert_same_bits(killed_run.states["global"], local_run.states["global"])
     assert untimed(killed_run.progress) == untimed(local_run.progress)
     for site, state in zip(SITES, sites, strict=True):
         other = read_state(here / f"state-{site}" / SITE_STATE)[0]
         assert state.training.num_rounds == other.training.num_rounds == 2
         assert state.training.client_state.keys() == other.training.client_state.keys() != set()
         for role in other.training.client_state:
-            same(state.training.client_state[role], other.training.client_state[role])
+            assert_same_bits(state.training.client_state[role], other.training.client_state[role])

@@ -164,8 +164,10 @@ def test_a_reason_stays_at_the_site(path, caplog):
 
 
 def test_it_answers_one_at_a_time_and_of_those_that_wait_the_newest(path):
-    began, go = threading.Event(), threading.Event()
-    seen, got = [], {}
+    began = threading.Event()
+    go = threading.Event()
+    seen = []
+    got = {}
 
     def slow(message, run):
         seen.append(message)
@@ -203,7 +205,8 @@ def wait_until(there):
 
 
 def test_what_nobody_waits_for_any_more_is_not_begun(path):
-    began, go = threading.Event(), threading.Event()
+    began = threading.Event()
+    go = threading.Event()
     seen = []
 
     def slow(message, run):
@@ -248,7 +251,8 @@ def test_a_socket_that_is_open_to_others_is_not_used(path, mode):
 
 def test_neither_a_link_nor_a_file_is_a_socket(path):
     with worker(path, echo):
-        link, file = path.with_name("link"), path.with_name("file")
+        link = path.with_name("link")
+        file = path.with_name("file")
         link.symlink_to(path)
         file.write_text("")
         file.chmod(0o600)

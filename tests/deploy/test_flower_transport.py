@@ -37,7 +37,8 @@ class Grid:
         self.does = does
         self.node_ids = {site: 100 + number for number, site in enumerate(does)}
         self.nodes = nodes or [node(site, 100 + number) for number, site in enumerate(does)]
-        self.sent, self.replies = [], {}
+        self.sent = []
+        self.replies = {}
 
     def get_nodes(self):
         return self.nodes
@@ -226,7 +227,8 @@ def test_a_site_whose_message_expired_is_asked_again():
 
 def test_a_reply_that_does_not_come_whole_keeps_nobody_waiting():
     """As when a site's process ends while it hands its reply on."""
-    grid, never = Grid({"a": [b"A"], "b": [b"B"]}), threading.Event()
+    grid = Grid({"a": [b"A"], "b": [b"B"]})
+    never = threading.Event()
     pull = grid.pull_messages
 
     def hangs(ids):

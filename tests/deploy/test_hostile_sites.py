@@ -28,11 +28,11 @@ class Lying(Troubled):
         self.lie = lie
 
     def exchange(self, messages, enough, deadline):
-        found = super().exchange(messages, enough, deadline)
-        for name, reply in found.items():
+        result = super().exchange(messages, enough, deadline)
+        for name, reply in result.items():
             if not isinstance(reply, Failure):
-                found[name] = self.lie(name, read_header(messages[name])["kind"], reply, messages[name])
-        return found
+                result[name] = self.lie(name, read_header(messages[name])["kind"], reply, messages[name])
+        return result
 
 
 def with_facts(reply, **facts):
@@ -80,7 +80,10 @@ def test_a_fact_that_cannot_be_is_malformed_and_the_run_goes_on(facts, tiny, tmp
 
 def test_scores_on_no_images_are_malformed(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1)
-    lie = lambda who, what, reply, _: with_facts(reply, counts={"global": [0, 0]}) if what == "evaluate" else reply  # noqa: E731
+
+    def lie(who, what, reply, _):
+        return with_facts(reply, counts={"global": [0, 0]}) if what == "evaluate" else reply
+
     progress = parties.coordinator(Lying(parties.workers(), lie)).run()
     assert progress.done == 1
     assert "global/global_test" not in progress.history[0]
@@ -101,7 +104,8 @@ def test_a_site_that_says_many_images_costs_the_others_no_step(tiny, tmp_path, m
     honest = Parties(tiny, tmp_path / "honest", rounds=1).deployed()[0]
     parties = Parties(tiny, tmp_path / "lying", rounds=1)
     coordinator = parties.coordinator(Lying(parties.workers(), lie_of("site1", "join", size=10**5)))
-    steps, real = [], Cohort.step
+    steps = []
+    real = Cohort.step
     monkeypatch.setattr(Cohort, "step", lambda self, batch: steps.append(batch) or real(self, batch))
     coordinator.run()
     assert coordinator.progress.records[0].answered == parties.names
@@ -143,10 +147,13 @@ def test_more_sites_than_the_recipe_asks_are_rejected_at_once(tiny, tmp_path):
 def test_what_a_site_says_cannot_write_lines_into_the_servers_log(tiny, tmp_path, caplog):
     parties = Parties(tiny, tmp_path, rounds=1)
     forged = "\x1b[2J\nround 1: all is well"
-    lie = lambda who, what, reply, _: pack(read_header(reply) | {"code": forged}) if who == "site1" else reply  # noqa: E731
+
+    def lie(who, what, reply, _):
+        return pack(read_header(reply) | {"code": forged}) if who == "site1" else reply
+
     parties.coordinator(Lying(parties.workers(), lie), min_sites=2).run()
-    said = [record.getMessage() for record in caplog.records if "all is well" in record.getMessage()]
-    assert said and all(line.isprintable() for line in said)
+    messages = [record.getMessage() for record in caplog.records if "all is well" in record.getMessage()]
+    assert messages and all(line.isprintable() for line in messages)
 
 
 def test_no_change_of_a_reply_stops_the_server(tiny, tmp_path):
@@ -157,7 +164,8 @@ def test_no_change_of_a_reply_stops_the_server(tiny, tmp_path):
     transport = Lying({"site0": worker}, lambda who, what, reply, message: seen.append((what, message, reply)) or reply)
     coordinator = parties.coordinator(transport, min_sites=1)
     coordinator.run()
-    drawn, codes = random.Random(0), set()
+    drawn = random.Random(0)
+    codes = set()
     words = [b"null", b"true", b"-1", b"1e999", b"[]", b"{}", b'\\"\\"', b"9" * 5000, b"[" * 3000, b"\\ud800", b"\xff"]
     for _ in range(300):
         what, message, reply = drawn.choice(seen)

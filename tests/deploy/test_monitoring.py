@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from perada.cli import deploy as commands
 from perada.cli.main import main
 from perada.deploy.flower.app import write_app
-from perada.deploy.flower.running import Link, run_app
+from perada.deploy.flower.running import CommandOutcome, Link, run_app
 from perada.deploy.monitoring import JsonLines, Monitoring, as_json_line, stamp
 from perada.deploy.protocol import pack, read_header
 from perada.deploy.server.metrics import CountingTransport, serving
@@ -58,13 +58,14 @@ def test_what_is_scraped_is_what_the_run_keeps(tiny, tmp_path):
 
     class Weighed(LocalTransport):
         def exchange(self, messages, enough, deadline):
-            found = super().exchange(messages, enough, deadline)
+            result = super().exchange(messages, enough, deadline)
             for name in messages:
                 sent["down"][name] += len(messages[name])
-                sent["up"][name] += len(found[name])
-            return found
+                sent["up"][name] += len(result[name])
+            return result
 
-    counted, port = CountingTransport(Weighed(parties.workers())), free_port()
+    counted = CountingTransport(Weighed(parties.workers()))
+    port = free_port()
     coordinator = parties.coordinator(counted)
     progress = coordinator.progress
     with serving(progress, counted, port, "127.0.0.1"):
@@ -72,23 +73,24 @@ def test_what_is_scraped_is_what_the_run_keeps(tiny, tmp_path):
         coordinator._run_round()
         assert scraped(port)["rounds_done",] == 1
         coordinator.run()
-        found = scraped(port)
-    assert found["run_info", progress.run, progress.recipe] == 1
-    assert (found["rounds_done",], found["rounds_void",]) == (2, 0)
-    assert found["round_seconds_count",] == 2
-    assert found["round_seconds_sum",] == pytest.approx(sum(record.seconds for record in progress.records))
-    assert found["last_round_seconds",] == progress.records[-1].seconds
+        result = scraped(port)
+    assert result["run_info", progress.run, progress.recipe] == 1
+    assert (result["rounds_done",], result["rounds_void",]) == (2, 0)
+    assert result["round_seconds_count",] == 2
+    assert result["round_seconds_sum",] == pytest.approx(sum(record.seconds for record in progress.records))
+    assert result["last_round_seconds",] == progress.records[-1].seconds
     for name in parties.names:
-        assert found["replies_total", name, "ok"] == 1 + 2 + 2  # it joined, trained twice and was scored twice
+        assert result["replies_total", name, "ok"] == 1 + 2 + 2  # it joined, trained twice and was scored twice
         for direction in ("up", "down"):
-            assert found["bytes_total", name, direction] == sent[direction][name] > 0
+            assert result["bytes_total", name, direction] == sent[direction][name] > 0
         assert (
-            found["site_connected", name] == found["site_in_last_round", name] == 1 and found["site_rounds", name] == 2
+            result["site_connected", name] == result["site_in_last_round", name] == 1
+            and result["site_rounds", name] == 2
         )
     row = progress.history[-1]
-    scores = {key[1]: value for key, value in found.items() if key[0] == "score"}
+    scores = {key[1]: value for key, value in result.items() if key[0] == "score"}
     assert scores == {key: row[key] for key in row if key.startswith(("personal/", "global/"))} != {}
-    assert not any(key[0] in ("epsilon", "run_epsilon") for key in found)
+    assert not any(key[0] in ("epsilon", "run_epsilon") for key in result)
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         again.bind(("127.0.0.1", port))  # it is free
@@ -106,20 +108,21 @@ def test_codes_of_sites_that_do_not_answer_are_counted(tiny, tmp_path):
             return pack({"code": 'a"b\nperada_rounds_done 99', "answers": "ab" * 32, "facts": {}, "sums": {}})
         return None
 
-    counted, port = CountingTransport(Troubled(parties.workers(), trouble)), free_port()
+    counted = CountingTransport(Troubled(parties.workers(), trouble))
+    port = free_port()
     coordinator = parties.coordinator(counted, min_sites=1, deadline=2.0)
     with serving(coordinator.progress, counted, port, "127.0.0.1"):
         coordinator.run()
-        found = scraped(port)
-    assert found["replies_total", "site1", "unreachable"] >= 2
-    assert found["replies_total", "site2", "malformed"] == 1 and found["rounds_done",] == 2
-    assert {key[2] for key in found if key[0] == "replies_total"} == {
+        result = scraped(port)
+    assert result["replies_total", "site1", "unreachable"] >= 2
+    assert result["replies_total", "site2", "malformed"] == 1 and result["rounds_done",] == 2
+    assert {key[2] for key in result if key[0] == "replies_total"} == {
         "ok",
         "unreachable",
         "malformed",
         "other",
     }
-    assert [found["site_in_last_round", name] for name in parties.names] == [1, 0, 1]
+    assert [result["site_in_last_round", name] for name in parties.names] == [1, 0, 1]
 
 
 @pytest.mark.every(2)
@@ -128,18 +131,19 @@ def test_epsilon_is_there_where_a_site_says_it(may_send, tiny, tmp_path):
     parties = private(tiny, tmp_path)
     parties.rounds = 1
     workers = {name: parties.worker(n, may_send if n else ()) for n, name in enumerate(parties.names)}
-    counted, port = CountingTransport(LocalTransport(workers)), free_port()
+    counted = CountingTransport(LocalTransport(workers))
+    port = free_port()
     coordinator = parties.coordinator(counted)
     with serving(coordinator.progress, counted, port, "127.0.0.1"):
         coordinator.run()
-        found = scraped(port)
-    sites = {key[1]: value for key, value in found.items() if key[0] == "epsilon" and key[2] == "release"}
+        result = scraped(port)
+    sites = {key[1]: value for key, value in result.items() if key[0] == "epsilon" and key[2] == "release"}
     assert [*sites] == (parties.names[1:] if may_send else [])
     for name, value in sites.items():
         (client,) = workers[name].clients.values()
         protection = client.protection(workers[name].store.current().training.account, 1)
         assert value == pytest.approx(protection.image_account.epsilons([0])["release"][0])
-    of_run = [value for key, value in found.items() if key[0] == "run_epsilon"]
+    of_run = [value for key, value in result.items() if key[0] == "run_epsilon"]
     assert of_run and all(math.isinf(value) for value in of_run)  # the first site never says it
 
 
@@ -150,12 +154,13 @@ def test_who_is_in_the_last_sum_is_told(tiny, tmp_path):
     def gone(name, message, _):
         return Failure("unreachable") if name == "site2" and read_header(message)["kind"] == "shares" else None
 
-    counted, port = CountingTransport(Troubled(parties.workers(), gone)), free_port()
+    counted = CountingTransport(Troubled(parties.workers(), gone))
+    port = free_port()
     coordinator = parties.coordinator(counted, min_sites=3, deadline=10.0)
     with serving(coordinator.progress, counted, port, "127.0.0.1"):
         coordinator.run()
-        found = scraped(port)
-    assert [found["site_in_last_round", name] for name in parties.names] == [1, 1, 0, 1]
+        result = scraped(port)
+    assert [result["site_in_last_round", name] for name in parties.names] == [1, 1, 0, 1]
 
 
 def test_a_port_that_is_taken_is_named(tiny, tmp_path):
@@ -185,7 +190,9 @@ def lines_of(text):
 @pytest.mark.slow
 def test_a_local_run_serves_metrics_and_logs_json(tmp_path, capsys, monkeypatch):
     files = [str(approved(tmp_path / name, name, n)) for n, name in enumerate(("alpha", "beta"))]
-    port, seen, root = free_port(), [], logging.root.handlers[:]
+    port = free_port()
+    seen = []
+    root = logging.root.handlers[:]
     real = commands.Coordinator._save_progress
     monkeypatch.setattr(
         commands.Coordinator, "_save_progress", lambda self: (real(self), seen.append(scraped(port)))[0]
@@ -203,7 +210,8 @@ def test_a_local_run_serves_metrics_and_logs_json(tmp_path, capsys, monkeypatch)
     main([*words, "--metrics-port", str(port), "--log-format", "json"])
     assert [one["rounds_done",] for one in seen] == [0, 1, 1] and seen[-1]["site_connected", "beta"] == 1
     progress = read_run_progress(tmp_path / "run")
-    lines, now = lines_of(capsys.readouterr().out), datetime.now(UTC)
+    lines = lines_of(capsys.readouterr().out)
+    now = datetime.now(UTC)
     names = {"time", "level", "logger", "message", "run", "round", "site"}
     assert lines and all(line.keys() == names for line in lines)
     assert all(timedelta() <= now - datetime.fromisoformat(line["time"]) < timedelta(minutes=5) for line in lines)
@@ -255,13 +263,18 @@ def test_a_line_says_what_it_is_about_and_stays_one_line():
 
 
 def test_options_reach_the_app_and_an_app_of_another_version_is_named(tmp_path, monkeypatch):
-    folder, answers = tmp_path / "federation", []
+    folder = tmp_path / "federation"
+    answers = []
     write_app(folder, "x", "seed_everything: 3\n", "ab" * 32, "localhost")
     monkeypatch.setattr("perada.deploy.flower.running.check_flower", lambda: None)
-    monkeypatch.setattr(
-        "perada.deploy.flower.running.follow", lambda words, *_: (answers.append(words), (None, False))[1]
-    )
-    link, watch = Link("localhost:8000", certificate(tmp_path)), Monitoring(9100, "0.0.0.0", "json")
+
+    def note_command(words, *_):
+        answers.append(words)
+        return CommandOutcome(run=None, interrupted=False)
+
+    monkeypatch.setattr("perada.deploy.flower.running.follow", note_command)
+    link = Link("localhost:8000", certificate(tmp_path))
+    watch = Monitoring(9100, "0.0.0.0", "json")
     assert run_app(folder / "app", link, Terms(), watch) == 1
     config = dict(item.split("=") for item in answers[0][-1].split())
     assert Monitoring.of({key: json.loads(value) for key, value in config.items()}) == replace(

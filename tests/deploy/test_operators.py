@@ -29,13 +29,15 @@ def test_fifty_sites_on_one_machine(tiny, tmp_path):
     assert [len(record.answered) for record in records] == [50, 50]
     assert not any(record.failed or record.outside for record in records)
     _, module = parties.simulated()
-    expected, found = module.federation.global_state, coordinator.server.global_state
-    assert all((found[key] == expected[key]).all() for key in expected)
+    expected = module.federation.global_state
+    actual = coordinator.server.global_state
+    assert all((actual[key] == expected[key]).all() for key in expected)
     assert all(worker.store.current().training.num_rounds == 2 for worker in workers.values())
 
 
 def test_a_site_late_at_the_join_is_asked_in_the_next_round_and_shown_meanwhile(tiny, tmp_path):
-    parties, joins = Parties(tiny, tmp_path, rounds=3), []
+    parties = Parties(tiny, tmp_path, rounds=3)
+    joins = []
 
     def trouble(name, message, number):
         if read_header(message)["kind"] != "join" or name != "site1":
@@ -54,7 +56,8 @@ def test_a_site_late_at_the_join_is_asked_in_the_next_round_and_shown_meanwhile(
 
 
 def test_a_site_that_is_not_let_in_is_not_asked_each_round(tiny, tmp_path):
-    parties, asked = Parties(tiny, tmp_path, rounds=3), []
+    parties = Parties(tiny, tmp_path, rounds=3)
+    asked = []
 
     def trouble(name, message, number):
         if read_header(message)["kind"] == "join" and name == "site1":
@@ -101,11 +104,11 @@ def test_former_runs_of_a_site_are_listed_and_exported(tmp_path, capsys, monkeyp
         main(["deploy", "run", "a/recipe.yaml", "--local", str(path), "--folder", folder])
     capsys.readouterr()
     main(["deploy", "status", str(path)])
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     (former,) = (read_site(path).state / "runs").glob("*.safetensors")
     current = read_state(read_site(path).state / "state.safetensors")[0].run
-    assert shown.index(current) < shown.index(former.stem)
-    assert "local" in shown  # what the transport calls its runs
+    assert output.index(current) < output.index(former.stem)
+    assert "local" in output  # what the transport calls its runs
     main(["deploy", "export", str(path), "--run", former.stem, "--output", "out"])
     exported = load_file(tmp_path / "out" / "client_0" / "adapter_model.safetensors").values()
     (kept,) = read_state(former)[0].training.client_state.values()

@@ -43,13 +43,13 @@ def assert_equal(parties, tolerance=0.0, personalized=True, **terms):
     if personalized and federation.personalized:
         for place, name in enumerate(parties.names):
             pairs.append((federation.personal_states([place]), personal(coordinator, workers, name)))
-    for expected, found in pairs:
-        assert expected.keys() == found.keys()
+    for expected, results in pairs:
+        assert expected.keys() == results.keys()
         for key, value in expected.items():
             if tolerance:
-                torch.testing.assert_close(found[key], value, rtol=0, atol=tolerance)
+                torch.testing.assert_close(results[key], value, rtol=0, atol=tolerance)
             else:
-                assert torch.equal(found[key], value), key
+                assert torch.equal(results[key], value), key
     return loop, coordinator
 
 
@@ -103,8 +103,8 @@ def test_sites_took_part_last_when_their_simulations_clients_did(tiny, tmp_path)
     assert len(set(last)) == 3
     assert [member.last_round for member in progress.roster] == last
     assert loop.context.federation.last_rounds == last
-    for found, expected in zip(progress.history, loop.history, strict=True):
-        assert found["personal/local_test_recent"] == pytest.approx(expected["personal/local_test_recent"])
+    for results, expected in zip(progress.history, loop.history, strict=True):
+        assert results["personal/local_test_recent"] == pytest.approx(expected["personal/local_test_recent"])
     lines = [line.split("|") for line in run_status(progress).partition("| site ")[2].splitlines()[2:]]
     assert [cells[4].strip() for cells in lines] == [str(one) if one else "never" for one in last]
     rounds = [line.split("|")[1].strip() for line in format_rounds(progress).splitlines()[2:]]
@@ -117,10 +117,10 @@ def test_every_algorithm_equals_its_simulation(algorithm, tiny, tmp_path):
     adapter = "lora" if algorithm in OF_LORA else "dual_lora"
     options = {"module": {"adapter": adapter}} if algorithm in ADAPTER_OF else {}
     loop, coordinator = assert_equal(Parties(tiny, tmp_path, algorithm, rounds=3, every=3, **options))
-    found = coordinator.progress.history[-1]
+    actual = coordinator.progress.history[-1]
     for name in ("personal/local_test", "global/global_test"):
         expected = loop.history[-1].get(name)
-        assert found.get(name) == (expected if expected is None else pytest.approx(expected, rel=1e-6)), name
+        assert actual.get(name) == (expected if expected is None else pytest.approx(expected, rel=1e-6)), name
 
 
 def test_names_that_sites_send_may_change_from_round_to_round(tiny, tmp_path):
@@ -135,7 +135,8 @@ def test_names_that_sites_send_may_change_from_round_to_round(tiny, tmp_path):
 
 def normalized():
     torch.manual_seed(0)
-    convolution, norm = torch.nn.Conv2d(1, 4, 3, stride=2), torch.nn.BatchNorm2d(4)
+    convolution = torch.nn.Conv2d(1, 4, 3, stride=2)
+    norm = torch.nn.BatchNorm2d(4)
     return torch.nn.Sequential(convolution, norm, torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(36, 3))
 
 
@@ -201,7 +202,8 @@ def test_a_residual_network_in_channels_last_with_augmentation(algorithm, tiny, 
 def convolutions():
     """A network of two convolutions."""
     torch.manual_seed(0)
-    first, second = torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.Conv2d(4, 6, 3, stride=2, padding=1)
+    first = torch.nn.Conv2d(1, 4, 3, padding=1)
+    second = torch.nn.Conv2d(4, 6, 3, stride=2, padding=1)
     pooled = torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten()
     return torch.nn.Sequential(first, torch.nn.ReLU(), second, torch.nn.ReLU(), *pooled, torch.nn.Linear(24, 3))
 

@@ -19,14 +19,15 @@ class Seen(LocalTransport):
 
     def __init__(self, workers):
         super().__init__(workers)
-        self.asked, self.answered = {}, {}
+        self.asked = {}
+        self.answered = {}
 
     def exchange(self, messages, enough, seconds):
-        found = super().exchange(messages, enough, seconds)
+        result = super().exchange(messages, enough, seconds)
         for name, message in messages.items():
             if read_header(message)["kind"] == "train":
-                self.asked[name], self.answered[name] = message, found[name]
-        return found
+                self.asked[name], self.answered[name] = message, result[name]
+        return result
 
 
 def shapes(message):
@@ -44,17 +45,19 @@ def test_ranks_go_by_the_names_of_sites_and_only_they_travel(tiny, tmp_path):
     assert "has no rank for client 'site1'" in coordinator.roster.outside["site1"]
     for name, rank in RANKS.items():
         for message in (transport.asked[name], transport.answered[name]):
-            found = shapes(message)
-            assert found and all(shape[key.startswith("B")] == rank for key, shape in found.items())
+            actual = shapes(message)
+            assert actual and all(shape[key.startswith("B")] == rank for key, shape in actual.items())
         (client,) = workers[name].clients.values()
         state = read_state(workers[name].store.folder / "state.safetensors")[0]
         assert state.rank == rank
-        own, shared = client.personal(coordinator.server.global_state, state), coordinator.server.global_state
+        own = client.personal(coordinator.server.global_state, state)
+        shared = coordinator.server.global_state
         for pair in client.module.tensor_names.factors:
             assert torch.equal(own[pair.down][0, :rank], shared[pair.down][:rank])
             assert not own[pair.down][0, rank:].any()
             assert not own[pair.up][0, :, rank:].any()
-    row, tensor_names = progress.history[-1], coordinator.recipe.module.tensor_names
+    row = progress.history[-1]
+    tensor_names = coordinator.recipe.module.tensor_names
     state = coordinator.server.global_state
     ranked = {
         name: state[name].shape[axis] for pair in tensor_names.factors for axis, name in enumerate((pair.down, pair.up))

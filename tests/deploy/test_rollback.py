@@ -63,7 +63,8 @@ class Copying(LocalTransport):
 
     def __init__(self, workers, name):
         super().__init__(workers)
-        self.name, self.copies = name, []
+        self.name = name
+        self.copies = []
 
     def exchange(self, messages, enough, deadline):
         replies = super().exchange(messages, enough, deadline)
@@ -86,7 +87,8 @@ def summed(tiny, tmp_path):
 def two_runs(tiny, tmp_path):
     """Copies of a site's folder while two runs take turns."""
     site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
-    client, copies = only_client(site), []
+    client = only_client(site)
+    copies = []
     for round, run in itertools.product(range(2), (RUN, OTHER_RUN)):
         message = pack(Request("train", run, client.recipe.digest, round, clients=3), sending(client))
         for _ in range(2):  # the second time nothing is trained, and a line is written
@@ -203,8 +205,8 @@ def test_a_state_that_is_put_back_before_the_masked_vector_sends_none(tiny, tmp_
     assert [read_header(reply)["code"] for reply in replies] == ["failed"] * 3
     for worker in workers.values():
         worker.store.close()
-        said = r"state\.safetensors is an older copy \(written once\), but .* line \d+ of audit\.jsonl .* 2 times"
-        with pytest.raises(ValueError, match=said):
+        message = r"state\.safetensors is an older copy \(written once\), but .* line \d+ of audit\.jsonl .* 2 times"
+        with pytest.raises(ValueError, match=message):
             SiteStore(worker.store.folder)
 
 
@@ -277,7 +279,8 @@ def test_a_former_run_that_is_put_back_is_not_continued(tiny, tmp_path):
     copies = two_runs(tiny, tmp_path)
     folder = tmp_path / "put-back"
     former = f"runs/{RUN}.safetensors"
-    now, before = copies[-1][1], next(files for _, files in copies if former in files)
+    now = copies[-1][1]
+    before = next(files for _, files in copies if former in files)
     put_back(folder, now, before, [former])
     with pytest.raises(ValueError, match=rf"{RUN}\.safetensors'.*older copy.* 1"):
         SiteStore(folder)
@@ -376,7 +379,8 @@ def test_a_state_of_a_commit_that_failed_late_is_on_the_disk_before_it_counts(ti
 
 def test_the_number_in_log_and_state_counts_every_commit(tiny, tmp_path):
     _, copies = summed(tiny, tmp_path)
-    written, before = 0, None
+    written = 0
+    before = None
     for kind, files in copies:
         written += files.get(SITE_STATE) != before
         before = files.get(SITE_STATE)

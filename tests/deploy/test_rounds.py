@@ -25,7 +25,9 @@ class Troubled(LocalTransport):
 
     def __init__(self, workers, trouble=lambda *_: None):
         super().__init__(workers)
-        self.trouble, self.exchanges, self.asked = trouble, 0, []
+        self.trouble = trouble
+        self.exchanges = 0
+        self.asked = []
 
     def exchange(self, messages, enough, deadline):
         self.exchanges += 1
@@ -73,8 +75,11 @@ def test_with_too_few_sites_a_round_ends_by_the_deadline_and_names_who_is_missin
 
 def test_a_straggler_is_skipped_for_a_round_and_comes_back(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=3, every=3)
-    late = lambda name, message, _: Failure("late") if name == "site2" and trains(message, 0) else None  # noqa: E731
-    transport = Troubled(parties.workers(), late)
+
+    def delay_reply(name, message, _):
+        return Failure("late") if name == "site2" and trains(message, 0) else None
+
+    transport = Troubled(parties.workers(), delay_reply)
     coordinator = parties.coordinator(transport, min_sites=2, late="skip", sample=3)
     progress = coordinator.run()
     assert progress.records[0].failed == {"site2": "late"}
@@ -146,7 +151,8 @@ def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monk
     workers = parties.workers()
     first = parties.coordinator(LocalTransport(workers))
 
-    real, calls = kept.write_atomic, []
+    real = kept.write_atomic
+    calls = []
 
     def stopping(path, content, **options):
         calls.append(path.name)
@@ -167,7 +173,8 @@ def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monk
     assert {worker.store.current().training.num_rounds for worker in workers.values()} == {3}
     assert equal(state(again), state(plain))
     keys = ("round", "train/local_loss", "personal/local_test")
-    ours, theirs = again.progress.history, plain.progress.history
+    ours = again.progress.history
+    theirs = plain.progress.history
     assert [[row.get(key) for key in keys] for row in ours] == [[row.get(key) for key in keys] for row in theirs]
 
 
@@ -202,7 +209,9 @@ def test_a_server_that_was_killed_at_any_file_goes_on_to_the_same_bits(
     place, uninterrupted, tiny, tmp_path, monkeypatch
 ):
     parties = Parties(tiny, tmp_path, "ditto")
-    workers, real, calls = parties.workers(), kept.write_atomic, []
+    workers = parties.workers()
+    real = kept.write_atomic
+    calls = []
 
     def stopping(path, content, **options):
         calls.append(path)
@@ -278,8 +287,8 @@ def test_a_reply_may_have_the_bytes_of_the_recipes_arrays_and_no_more(tiny, tmp_
     monkeypatch.setattr(
         workers["site1"], "answer", lambda *arguments: real(*arguments).ljust(transport.max_bytes + 1, b"\0")
     )
-    found = transport.exchange({"site1": pack({})}, 1, 1.0)
-    assert found == {"site1": Failure("malformed")}
+    result = transport.exchange({"site1": pack({})}, 1, 1.0)
+    assert result == {"site1": Failure("malformed")}
 
 
 def test_a_folder_is_not_overwritten_and_not_shared(tiny, tmp_path):
@@ -324,16 +333,17 @@ class Poisoned(LocalTransport):
 
     def __init__(self, workers, spec):
         super().__init__(workers)
-        self.spec, self.sent = spec, {}
+        self.spec = spec
+        self.sent = {}
 
     def exchange(self, messages, enough, deadline):
-        found = super().exchange(messages, enough, deadline)
-        for name, reply in found.items():
+        result = super().exchange(messages, enough, deadline)
+        for name, reply in result.items():
             if trains(messages[name]):
                 header, self.sent[name] = unpack(reply, self.spec)
                 if name == "site1":
-                    found[name] = pack(header, {key: value + 1e5 for key, value in self.sent[name].items()})
-        return found
+                    result[name] = pack(header, {key: value + 1e5 for key, value in self.sent[name].items()})
+        return result
 
 
 @pytest.mark.every(2)
@@ -356,8 +366,11 @@ def test_a_poisoned_site_moves_nothing_further_than_honest_ones(given, tiny, tmp
 def test_privacy_of_whole_sites_counts_those_who_answered(tiny, tmp_path):
     privacy = ClientPrivacy(noise_multiplier=1.0, max_norm=1e-3, delta=1e-2, secure_rng=False)
     parties = Parties(tiny, tmp_path, rounds=2, every=2, loop={"client_privacy": privacy})
-    gone = lambda name, message, _: Failure("late") if name == "site2" and trains(message, 1) else None  # noqa: E731
-    coordinator = parties.coordinator(Troubled(parties.workers(), gone), min_sites=2, deadline=4)
+
+    def delay_reply(name, message, _):
+        return Failure("late") if name == "site2" and trains(message, 1) else None
+
+    coordinator = parties.coordinator(Troubled(parties.workers(), delay_reply), min_sites=2, deadline=4)
     before = state(coordinator)
     coordinator.run()
     assert coordinator.roster.client_level.options.secure_rng

@@ -51,8 +51,8 @@ def served(module, client):
 
 
 def assert_same_images(simulated, site, client):
-    for expected, found in zip(served(simulated, client), served(site, 0), strict=True):
-        for one, other in zip(expected, found, strict=True):
+    for expected, results in zip(served(simulated, client), served(site, 0), strict=True):
+        for one, other in zip(expected, results, strict=True):
             assert torch.equal(one, other)
 
 
@@ -116,7 +116,8 @@ SIZES = (12, 12, 30, 12)
 
 @pytest.mark.parametrize("kind", [in_memory, one_by_one, subsets])
 def test_what_a_client_holds_out_does_not_depend_on_its_place(kind):
-    federation, options = FederatedData(kind(SIZES), kind(SIZES)), {"client_validation": 0.25, "seed": 5}
+    federation = FederatedData(kind(SIZES), kind(SIZES))
+    options = {"client_validation": 0.25, "seed": 5}
     simulated = FederatedDataModule(federation, **options)
     simulated.setup()
     kept = [trained_on(simulated, client) for client in range(len(SIZES))]
@@ -153,7 +154,9 @@ def test_batches_and_test_images_are_those_of_the_simulation(kind, algorithm, nu
     """Also what datasets and augmentation draw, in later phases, and where nobody tells the site the others' sizes."""
     parties = Parties(tiny, tmp_path, algorithm, sizes=SIZES, data=data_options)
     parties.whole = FederatedData(kind(SIZES), kind((5, 9, 7, 6)), in_memory((8,))[0])
-    loop, module, data = parties.loop(), parties.module(), parties.data(parties.whole)
+    loop = parties.loop()
+    module = parties.module()
+    data = parties.data(parties.whole)
     parties.rounds = 1
     parties.trainer(loop).fit(module, datamodule=data)
     client = Client(parties.recipe(number), Limits())
@@ -165,9 +168,9 @@ def test_batches_and_test_images_are_those_of_the_simulation(kind, algorithm, nu
             if number in batch.clients:
                 place = batch.clients.index(number)
                 expected.append((batch.x[place, : batch.counts[place]], batch.y[place, : batch.counts[place]]))
-        found = [(batch.x[0], batch.y[0]) for batch in client.batches(client.plan(order))]
-        assert len(found) == len(expected) > 1
-        for one, other in zip(expected, found, strict=True):
+        actual = [(batch.x[0], batch.y[0]) for batch in client.batches(client.plan(order))]
+        assert len(actual) == len(expected) > 1
+        for one, other in zip(expected, actual, strict=True):
             assert all(map(torch.equal, one, other))
     batches = [data.prepare(batch) for batch in data.val_dataloader()]
     x, y, owner = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("x", "y", "owner"))
@@ -320,7 +323,8 @@ def test_public_images_that_cannot_be_read_are_those_of_the_simulation(on_broken
                                     on_broken="skip", image_size=32)  # fmt: skip
     with pytest.warns(UserWarning, match=r"1 image .*read"):
         simulated.setup()
-    store, rows = simulated.checked.public, torch.arange(16)
+    store = simulated.checked.public
+    rows = torch.arange(16)
     expected = store.take(torch.zeros_like(rows), rows)[0]
     assert torch.equal(torch.stack([recipe.public[row] for row in range(16)]), expected)
     assert len(recipe.public) == store.sizes[0] == 16

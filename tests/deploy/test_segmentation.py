@@ -49,12 +49,12 @@ def test_a_deployed_run_equals_its_simulation(algorithm, secure, tiny, tmp_path)
     suffixes = ["", "_std", "_weighted"]
     if not secure:
         suffixes += ["_worst", "_p10"]
-    for expected, found in zip(loop.history, coordinator.progress.history, strict=True):
+    for expected, results in zip(loop.history, coordinator.progress.history, strict=True):
         for metric in ("", *(f"_{name}" for name in METRICS[1:])):
             names = [f"personal/local_test{metric}{suffix}" for suffix in suffixes]
             for name in [*names, f"global/global_test{metric}"]:
                 # A standard deviation is a root of a small difference of numbers in fixed point.
-                assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5 if secure else 0), name
+                assert results[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5 if secure else 0), name
 
 
 @pytest.mark.slow
@@ -80,7 +80,9 @@ def test_the_global_models_sums_are_pooled_and_not_its_scores(tiny, tmp_path):
     model = unet()
     model.load_state_dict(coordinator.server.global_state)
     model.eval()
-    intersections, unions, of_sites = torch.zeros(3), torch.zeros(3), []
+    intersections = torch.zeros(3)
+    unions = torch.zeros(3)
+    of_sites = []
     for dataset in deployment.whole.test:
         images, masks = dataset.tensors
         with torch.no_grad():

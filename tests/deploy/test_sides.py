@@ -77,10 +77,13 @@ def test_a_site_scores_the_test_images_that_a_simulation_scores(layout, tmp_path
     fields = "{class}/{group}_*" if "patient" in layout else "{class}/*"
     for client in range(3):
         draw(tmp_path / "all" / f"h{client}", range(40 * client, 40 * client + 40), layout)
-    options, data = {"test_share": 0.3, "seed": 4}, {"client_validation": 0.2, "seed": 9}
+    options = {"test_share": 0.3, "seed": 4}
+    data = {"client_validation": 0.2, "seed": 9}
     images = Images(str(tmp_path / "all"), "{client}/" + fields, **options)
     datamodule = FederatedDataModule(dataset=images, partition=ByDomain("client"), **data)
-    record, train, test = datamodule.partition_dict(), images.manifest.paths, images.with_split(False).manifest.paths
+    record = datamodule.partition_dict()
+    train = images.manifest.paths
+    test = images.with_split(False).manifest.paths
     for client in range(3):
         path = site(tmp_path / f"site{client}", tmp_path / "all" / f"h{client}", fields, set=options, data=data)
         recipe = built(path)

@@ -44,7 +44,8 @@ def write(folder, name, digest="", /, **entries):
 
 
 def test_a_sites_file_is_read_with_paths_from_its_folder(tmp_path):
-    data, limits = {"root": "images", "layout": "{class}/*"}, {"max_epsilon": 8, "max_rounds": 3, "delta": 1e-6}
+    data = {"root": "images", "layout": "{class}/*"}
+    limits = {"max_epsilon": 8, "max_rounds": 3, "delta": 1e-6}
     path = write(tmp_path, "st-marys", data=data, limits=limits, may_send=["sizes"], socket="run.sock")
     site_options = read_site(path)
     assert site_options.data == {"root": str(tmp_path / "images"), "layout": "{class}/*"}
@@ -109,9 +110,9 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     monkeypatch.chdir(tmp_path)
     paths = [write(tmp_path / name, name, data=PART | {"client": n}) for n, name in enumerate("ab")]
     main(["deploy", "check", str(paths[0])])
-    said = capsys.readouterr().out
-    (digest,) = re.findall("digest: ([0-9a-f]{64})\n", said)
-    assert "not approved" in said and "20 training images, 10 test images" in said
+    output = capsys.readouterr().out
+    (digest,) = re.findall("digest: ([0-9a-f]{64})\n", output)
+    assert "not approved" in output and "20 training images, 10 test images" in output
     run = ["deploy", "run", "a/recipe.yaml", "--local", *map(str, paths), "--folder", "srv", "--min-sites", "2"]
     with pytest.raises(ValueError, match="not approved"):
         main(run)
@@ -119,8 +120,8 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
         write(path.parent, path.parent.name, digest, data=PART | {"client": n}, may_send=["sizes", "counts"])
     main(run)
     main(["deploy", "status", "srv"])
-    said = capsys.readouterr().out
-    assert "1 of 1 rounds" in said and "2 of 2" in said
+    output = capsys.readouterr().out
+    assert "1 of 1 rounds" in output and "2 of 2" in output
     main(["deploy", "status", str(paths[1])])
     (row,) = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if digest[:8] in line]
     assert [cell.strip() for cell in row[1:]] == ["local", digest[:8], "1", "1"]  # rounds are counted from 1

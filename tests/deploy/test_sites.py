@@ -160,8 +160,8 @@ def test_what_the_server_sends_cannot_write_lines_into_the_sites_log(site, caplo
     client = only_client(site)
     for header in ({"kind": forged}, {"run": forged}, {"models": forged}, {"round": forged}, {"strides": forged}):
         site.answer(pack(vars(Request("train", RUN, client.recipe.digest)) | header), forged)
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("perada")]
-    assert len(said) == 5 and all("all is well" in line and line.isprintable() for line in said)
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("perada")]
+    assert len(messages) == 5 and all("all is well" in line and line.isprintable() for line in messages)
 
 
 class Stopped(BaseException):
@@ -235,7 +235,8 @@ def test_neither_images_nor_texts_of_errors_leave_a_site(tiny, tmp_path, caplog)
     parties = Parties(tiny, tmp_path, "fedavg")
     images = Canaries(False)
     parties.whole = replace(parties.whole, train=[images] * 3, test=[images] * 3, public=None)
-    site, replies = parties.worker(0), []
+    site = parties.worker(0)
+    replies = []
     client = only_client(site)
     shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
     asked = [train(site), pack(Request("evaluate", RUN, client.recipe.digest, 1), shared)]
@@ -253,9 +254,11 @@ def test_neither_images_nor_texts_of_errors_leave_a_site(tiny, tmp_path, caplog)
 
 
 def test_the_server_of_a_private_run_does_not_learn_that_an_image_cannot_be_read(tiny, tmp_path, caplog):
-    parties, images = private(tiny, tmp_path), Canaries(False)
+    parties = private(tiny, tmp_path)
+    images = Canaries(False)
     parties.whole = replace(parties.whole, train=[images] * 3, test=[images] * 3, public=None)
-    site, other = parties.worker(0), parties.worker(1)
+    site = parties.worker(0)
+    other = parties.worker(1)
     start = only_client(site).recipe.template.initial
     images.broken = True
     for one in (site, other):  # it is in every batch: there are as many images as a batch has
@@ -317,7 +320,9 @@ def test_a_delta_is_compared_with_the_number_of_sites(tiny, tmp_path):
 
 def test_a_private_site_keeps_one_ledger_entry_a_round_and_stops_itself(tiny, tmp_path):
     worker = private(tiny, tmp_path).worker(0, may_send=("losses", "epsilon", "sizes"))
-    sigma, rate, delta = 1.0, 4 / 9, 1e-3
+    sigma = 1.0
+    rate = 4 / 9
+    delta = 1e-3
     steps = 2 * 5  # roles; batches of 4 in two passes through 9 images
     spent = [history_epsilon({(sigma, rate): steps * rounds}, delta, "rdp") for rounds in range(1, 4)]
     replies = []
@@ -465,9 +470,9 @@ def test_the_digest_covers_frozen_weights_and_text(tiny, tmp_path):
         assert re.fullmatch("[0-9a-f]{64}", recipe.module.frozen_digest)
         return recipe.digest
 
-    found = [digest(), digest(text=b"another"), digest(add=0), digest(add=-1)]
-    assert len(set(found)) == 4
-    assert found[0] == digest()
+    result = [digest(), digest(text=b"another"), digest(add=0), digest(add=-1)]
+    assert len(set(result)) == 4
+    assert result[0] == digest()
 
 
 def test_batches_drawn_in_two_ways_are_not_in_one_ledger(tiny, tmp_path):
@@ -547,7 +552,8 @@ def test_a_disk_that_is_full_changes_nothing(site, monkeypatch):
 
 
 def test_a_disk_that_fails_after_the_renaming_mixes_up_no_runs(site, monkeypatch):
-    first, other = train(site), other_run(site)
+    first = train(site)
+    other = other_run(site)
     reply = site.answer(first, "")
     with monkeypatch.context() as patch:
         patch.setattr("perada.system.files.sync", fails_at(2))
@@ -666,10 +672,10 @@ def test_one_client_of_many_is_served_as_in_a_simulation(tiny):
 
 def test_a_message_is_what_it_was(site):
     state = {"a": torch.randn(2, 3).bfloat16(), "b": torch.tensor(7), "c": torch.zeros(0, 2)}
-    header, found = unpack(pack({"x": [1, "y"]}, state), spec_of(state))
+    header, result = unpack(pack({"x": [1, "y"]}, state), spec_of(state))
     assert header == {"x": [1, "y"]}
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[key], state[key]) and found[key].dtype == state[key].dtype for key in state)
+    assert result.keys() == state.keys()
+    assert all(torch.equal(result[key], state[key]) and result[key].dtype == state[key].dtype for key in state)
     with pytest.raises(RejectionError, match="tensor 'a'"):
         unpack(pack({}, state), spec_of(state | {"a": torch.zeros(2, 3)}))
     assert LocalTransport({"one": site}).names() == ["one"]

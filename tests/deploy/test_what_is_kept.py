@@ -25,19 +25,20 @@ def test_a_long_run_of_many_sites_is_read_as_it_was_written(tmp_path):
     records.write_progress(tmp_path, progress, {"global": {"w": torch.ones(2)}, "server": {}})
     assert (tmp_path / records.SERVER_STATE).stat().st_size > MAX_TABLE_BYTES
     saved_run = records.read_saved_run(tmp_path)
-    found = saved_run.progress
-    assert found.records == progress.records and found.roster == progress.roster
-    assert found.history[-1]["a"] == math.inf and math.isnan(found.history[0]["b"]) and found.history[7]["c"] == 0.1
+    result = saved_run.progress
+    assert result.records == progress.records and result.roster == progress.roster
+    assert result.history[-1]["a"] == math.inf and math.isnan(result.history[0]["b"]) and result.history[7]["c"] == 0.1
     assert torch.equal(saved_run.states["global"]["w"], torch.ones(2))
 
 
 def test_a_fine_tuning_with_too_few_sites_can_be_repeated(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, "fedavg_ft", rounds=1)
-    gone = lambda name, message, _: (  # noqa: E731
-        Failure("unreachable") if name != "site0" and read_header(message)["kind"] == "tune" else None
-    )
+
+    def drop_reply(name, message, _):
+        return Failure("unreachable") if name != "site0" and read_header(message)["kind"] == "tune" else None
+
     workers = parties.workers()
-    coordinator = parties.coordinator(Troubled(workers, gone), min_sites=2, deadline=1.0)
+    coordinator = parties.coordinator(Troubled(workers, drop_reply), min_sites=2, deadline=1.0)
     with pytest.raises(TimeoutError, match=r"1 of at least 2 sites .*site1 \(not tuned\), site2"):
         coordinator.run()
     coordinator.close()
@@ -51,8 +52,8 @@ def test_a_state_of_another_format_is_rejected_by_both_numbers(tmp_path):
     """It is whole: to take a copy, as of a damaged one, would lose what was spent since."""
     path = tmp_path / "state.safetensors"
     write_nested(path, {"run": "x"}, SITE_FORMAT + 1)
-    said = rf"^'{path}' has format {SITE_FORMAT + 1}, but this release of perada reads format {SITE_FORMAT}; read it"
-    with pytest.raises(ValueError, match=said):
+    message = rf"^'{path}' has format {SITE_FORMAT + 1}, but this release of perada reads format {SITE_FORMAT}; read it"
+    with pytest.raises(ValueError, match=message):
         read_nested(path, SITE_FORMAT, dict)
     assert read_nested(path, SITE_FORMAT + 1, dict) == {"run": "x"}
 

@@ -22,7 +22,8 @@ from perada.tasks import Segmentation
 from tests.masks import UNet, squares
 from tests.options import sections
 
-SIZES, CLASSES = (9, 5, 14, 7, 20), 3
+SIZES = (9, 5, 14, 7, 20)
+CLASSES = 3
 QUICK = (
     "perada",
     "a process without clients",
@@ -221,7 +222,9 @@ def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
     """Run a case."""
     options = {"adapter": "full", "norm": True, "dtype": torch.float32, "clients_per_round": 3, "distill_steps": 0}
     options |= CASES.get(case, SECURE) | extra
-    norm, dtype, net = options.pop("norm"), options.pop("dtype"), options.pop("net", network)
+    norm = options.pop("norm")
+    dtype = options.pop("dtype")
+    net = options.pop("net", network)
     data = federation(dtype)
     if options.pop("masks", False):
         data = segmented()
@@ -260,7 +263,8 @@ def results(run: perada.Run) -> dict:
 
 def main(folder: Path, cases: list[str]) -> None:
     """Run cases on the processes that torchrun started, and one of them in two parts."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     found = {}
     for case in cases:
         done = run(case, size)

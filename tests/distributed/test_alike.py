@@ -22,10 +22,10 @@ class Another(Ranks):
 
 def said(monkeypatch, **options):
     """What a process with these options tells the others."""
-    found = []
-    monkeypatch.setattr(federated_loop, "check_ranks_agree", lambda ranks, mine: found.append(mine))
+    results = []
+    monkeypatch.setattr(federated_loop, "check_ranks_agree", lambda ranks, mine: results.append(mine))
     run("perada", **{"rounds": 1} | options)
-    return found[0]
+    return results[0]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,8 @@ def said(monkeypatch, **options):
 )
 @pytest.mark.every(2)
 def test_another_option_is_named(monkeypatch, option, name):
-    mine, other = said(monkeypatch), said(monkeypatch, **option)
+    mine = said(monkeypatch)
+    other = said(monkeypatch, **option)
     check_ranks_agree(Another(said(monkeypatch)), mine)
     with pytest.raises(ValueError, match=rf"process 1 .*process 0 .*{name}"):
         check_ranks_agree(Another(other), mine)

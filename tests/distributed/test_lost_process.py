@@ -19,7 +19,8 @@ DYING = [sys.executable, "-m", "tests.distributed.dying"]
 def check_resumed(folder):
     """One process goes on from the last whole round, to what an undisturbed run gives."""
     (checkpoint,) = folder.rglob("last.ckpt")
-    resumed, uninterrupted = run("perada", rounds=4, ckpt_path=str(checkpoint)), run("perada", rounds=4)
+    resumed = run("perada", rounds=4, ckpt_path=str(checkpoint))
+    uninterrupted = run("perada", rounds=4)
     for role in ("global", "personal"):
         for left, right in zip(resumed.states(role), uninterrupted.states(role), strict=True):
             for key in left:

@@ -34,7 +34,8 @@ def test_shares_are_a_division_whose_busiest_part_is_near_the_best(seed):
 
 def _best(work, ranks, least):
     """Load of the busiest in the best division, by trying all."""
-    found, loads = sum(work), [0] * ranks
+    found = sum(work)
+    loads = [0] * ranks
 
     def place(index):
         nonlocal found

@@ -15,7 +15,10 @@ from perada.engine import Engine
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 
-CLIENTS, ROWS, SIDE, CLASSES = 3, 4, 32, 5
+CLIENTS = 3
+ROWS = 4
+SIDE = 32
+CLASSES = 5
 
 
 def model(name, adapter):
@@ -54,16 +57,17 @@ def test_a_compiled_step_is_the_eager_one_and_is_compiled_once(name, adapter, ki
     torch.compiler.reset()
     net = model(name, adapter).double()  # in float32 rounding may take a value to the other side of a ReLU
     counter = CompileCounterWithBackend("aot_eager")
-    eager, compiled = Engine(net, kind), Engine(net, kind, compile={"backend": counter, "fullgraph": True})
+    eager = Engine(net, kind)
+    compiled = Engine(net, kind, compile={"backend": counter, "fullgraph": True})
     states = {key: value.clone() for key, value in expand(get_state(net), CLIENTS).items()}
     for number in range(3):
         x = torch.randn(CLIENTS, ROWS, 3, SIDE, SIDE, generator=generator(number, "x"), dtype=torch.float64)
         streams = Streams.derived(0, "d", number, clients=range(CLIENTS))
         logits, gradients = step(eager, net, (x, states), streams)
-        got, found = step(compiled, net, (x, states), streams)
+        got, result = step(compiled, net, (x, states), streams)
         torch.testing.assert_close(got, logits, rtol=1e-9, atol=1e-12)
         for key, value in gradients.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(result[key], value, rtol=1e-9, atol=1e-12)
     assert counter.frame_count == 1
 
 

@@ -24,7 +24,8 @@ from perada.server import Distillation
 from tests.options import sections
 from tests.rejections import rejects
 
-CLIENTS, ROWS = 3, 5
+CLIENTS = 3
+ROWS = 5
 COUNTS = (5, 3, 4)
 
 

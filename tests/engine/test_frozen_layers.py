@@ -26,10 +26,12 @@ def test_a_frozen_batch_norm_is_torchs_and_keeps_no_input(affine, half, memory_f
         nn.init.uniform_(value, 0.5, 2)
     model = nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.ReLU(inplace=True), nn.Conv2d(6, 2, 1))
     model[1].requires_grad_(False)
-    plain, folded = copy.deepcopy(model), train_mode(fold(model, random_only=True).model)
+    plain = copy.deepcopy(model)
+    folded = train_mode(fold(model, random_only=True).model)
     assert folded[1] is not norm
     plain.train()[1].eval()
-    x, kept = torch.randn(4, 3, 8, 8).to(memory_format=memory_format), []
+    x = torch.randn(4, 3, 8, 8).to(memory_format=memory_format)
+    kept = []
 
     def keep(value):
         kept.append(value.data_ptr())
@@ -119,7 +121,8 @@ def test_a_frozen_convolution_of_a_small_map_is_a_matrix_product_with_the_same_o
     conv = nn.Conv2d(*sizes, dilation, bias=bias, dtype=torch.float64).requires_grad_(False)
     x = torch.randn(6, 5, *map_size, dtype=torch.float64).to(memory_format=memory_format).requires_grad_()
     frozen = fold(nn.Sequential(conv), random_only=True).model
-    ours, theirs = frozen(x), conv(x)
+    ours = frozen(x)
+    theirs = conv(x)
     assert ours.shape == theirs.shape
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     weights = torch.randn_like(theirs)
@@ -146,7 +149,8 @@ def test_small_maps_under_autocast_have_the_error_of_bfloat16_and_its_dtype(memo
     x = torch.randn(32, 64, 2, 2).to(memory_format=memory_format)
     frozen = fold(nn.Sequential(conv), random_only=True).model
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = frozen(x), conv(x)
+        ours = frozen(x)
+        theirs = conv(x)
     assert ours.dtype == theirs.dtype == torch.bfloat16
     exact = conv(x)
     assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
@@ -162,7 +166,8 @@ def test_small_maps_under_autocast_have_the_error_of_bfloat16_and_its_dtype(memo
 def test_the_gradient_of_a_strided_depthwise_convolution_is_as_exact_as_the_number_format(memory_format, autocast):
     conv = nn.Conv2d(6, 12, 3, 2, 1, groups=6).requires_grad_(False)
     conv.weight.copy_(conv.weight.bfloat16())  # a weight that both formats have
-    exact, half = copy.deepcopy(conv).double(), copy.deepcopy(conv).bfloat16()
+    exact = copy.deepcopy(conv).double()
+    half = copy.deepcopy(conv).bfloat16()
     conv = conv if autocast else half
     x = torch.randn(4, 6, 9, 9).bfloat16().to(memory_format=memory_format)
     x = (x.float() if autocast else x).requires_grad_()
@@ -205,7 +210,8 @@ def test_a_strided_depthwise_convolution_with_timms_padding_has_the_same_output_
 
 def test_the_matrix_of_a_small_map_follows_the_weights():
     conv = nn.Conv2d(3, 2, 3, padding=1).requires_grad_(False)
-    frozen, x = fold(nn.Sequential(conv), random_only=True).model, torch.randn(2, 3, 2, 2)
+    frozen = fold(nn.Sequential(conv), random_only=True).model
+    x = torch.randn(2, 3, 2, 2)
     with torch.inference_mode():
         torch.testing.assert_close(frozen(x), conv(x))
     again = x.clone().requires_grad_()
@@ -231,7 +237,8 @@ def test_no_more_than_two_matrices_of_a_layer_are_kept():
 
 
 def test_a_convolution_with_a_hook_runs_it_whenever_it_was_registered():
-    conv, seen = nn.Conv2d(3, 2, 3, padding=1).requires_grad_(False), []
+    conv = nn.Conv2d(3, 2, 3, padding=1).requires_grad_(False)
+    seen = []
     x = torch.randn(2, 3, 1, 1)
     frozen = fold(nn.Sequential(conv), random_only=True).model
     plain = frozen(x)
@@ -255,7 +262,8 @@ def test_images_of_another_number_format_are_rejected_as_by_torch():
 
 def test_a_matrix_does_not_outlive_its_weights():
     conv = nn.Conv2d(3, 2, 3, padding=1).requires_grad_(False)
-    frozen, x = fold(nn.Sequential(conv), random_only=True).model, torch.randn(2, 3, 1, 1)
+    frozen = fold(nn.Sequential(conv), random_only=True).model
+    x = torch.randn(2, 3, 1, 1)
     one, two = (torch.randn_like(conv.weight) for _ in range(2))
     for weight in (one, two):
         conv.weight.data = weight
@@ -296,7 +304,8 @@ def test_networks_of_timm_have_the_same_logits_and_gradients_of_their_images(nam
             nn.init.uniform_(value, 0.3, 1.2)
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64).to(memory_format=memory_format).requires_grad_()
     frozen = fold(model, random_only=True).model.eval()
-    ours, theirs = frozen(x), model(x)
+    ours = frozen(x)
+    theirs = model(x)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * float(theirs.detach().abs().max()))
     got, expected = (torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, theirs))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
@@ -313,5 +322,5 @@ def test_the_gradient_of_a_frozen_batch_norm_on_other_devices(affine, memory_for
     x = torch.randn(4, 6, 3, 2).double().to(memory_format=memory_format).requires_grad_()
     gradient = torch.randn(4, 6, 3, 2).double().to(memory_format=memory_format)
     (expected,) = torch.autograd.grad(norm(x), x, gradient)
-    found = input_gradient(gradient, norm.weight, norm.running_var, norm.eps)
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    actual = input_gradient(gradient, norm.weight, norm.running_var, norm.eps)
+    torch.testing.assert_close(actual, expected, rtol=1e-13, atol=0)

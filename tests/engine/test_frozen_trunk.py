@@ -23,7 +23,10 @@ from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from tests.options import sections
 
-CLIENTS, ROWS, SIDE, CLASSES = 3, 4, 32, 5
+CLIENTS = 3
+ROWS = 4
+SIDE = 32
+CLASSES = 5
 
 
 class Odd(nn.Module):
@@ -224,7 +227,8 @@ def folded_with(prefix, model):
 @torch.no_grad()
 def test_a_second_model_continues_where_the_first_one_left_the_frozen_layers(name):
     make = MODELS[name][0]
-    first, second = make(), make()
+    first = make()
+    second = make()
     for parameter in second.parameters():
         if parameter.requires_grad:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator(0, "second"))
@@ -282,7 +286,8 @@ def test_features_of_lower_precision_stand_for_images_of_their_own_dtype():
 def test_a_store_computes_whole_blocks_once():
     sizes = (BLOCK - 6, 40, 30)
     sets = [TensorDataset(torch.randn(n, 2, 2), torch.arange(n)) for n in sizes]
-    plain, asked = make_store(sets), []
+    plain = make_store(sets)
+    asked = []
 
     def encode(images):
         asked.append(len(images))
@@ -290,7 +295,8 @@ def test_a_store_computes_whole_blocks_once():
 
     store = FeatureStore(plain, encode, Preparation().prepare_targets)
     for owners, indices in (([0, 0], [3, 200]), ([1, 0, 1], [5, 3, 5]), ([2, 1, 0], [29, 39, 0])):
-        owners, indices = torch.tensor(owners), torch.tensor(indices)
+        owners = torch.tensor(owners)
+        indices = torch.tensor(indices)
         x, y = plain.take(owners, indices)
         got, labels = store.take(owners, indices)
         assert torch.equal(got, x.flatten(1).cumsum(1)) and torch.equal(labels, y)
@@ -376,7 +382,8 @@ def test_peculiar_networks_train_alike_with_features(way, engine):
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("options", "once"), [({}, ["train", "test", "public"]), ({"flip": True}, ["test", "public"])])
 def test_the_frozen_part_sees_each_image_once(monkeypatch, options, once):
-    data, seen = federation(**options), []
+    data = federation(**options)
+    seen = []
     features = Engine.features
     monkeypatch.setattr(Engine, "features", lambda self, x: seen.append(len(x)) or features(self, x))
     run(data)

@@ -26,7 +26,10 @@ from tests.net import arguments_of
 from tests.options import sections
 from tests.rejections import rejects
 
-CLIENTS, ROWS, SIDE, CLASSES = 3, 4, 32, 5
+CLIENTS = 3
+ROWS = 4
+SIDE = 32
+CLASSES = 5
 COUNTS = (4, 3, 4)
 
 
@@ -142,10 +145,10 @@ def run(engine, states, seed=0, counts=COUNTS, x=None, training=True):
 
 def results(logits, *stacks):
     """What a pass has changed: logits, gradients and buffers."""
-    found = [logits.detach()]
+    result = [logits.detach()]
     for states in stacks:
-        found += [value.grad if value.requires_grad else value for value in states.values()]
-    return found
+        result += [value.grad if value.requires_grad else value for value in states.values()]
+    return result
 
 
 def assert_same_bits(expected, found):
@@ -190,7 +193,8 @@ def test_gradients_and_statistics_are_those_of_a_plain_pass(name, adapter, optio
     for recomputes in (False, True):
         net = model(name, adapter, options, tmp_path)
         engine = Engine(net, kind, recomputed=repeated_blocks(net, name) if recomputes else ())
-        states, others = leaves(net), leaves(net, seed=1)
+        states = leaves(net)
+        others = leaves(net, seed=1)
         logits = run(engine, states)
         other_logits = run(engine, others, seed=1, counts=None, training=False)
         (logits.square().sum() + other_logits.square().sum()).backward()
@@ -269,7 +273,8 @@ def test_gradients_are_computed_twice_from_one_pass(tmp_path):
 @pytest.mark.parametrize("kind", ["folded", "loop"])
 def test_only_the_inputs_of_blocks_are_saved(kind):
     """Each of N blocks has two linear layers: a plain pass saves the inputs of both, else those of blocks."""
-    blocks, width = 6, 16
+    blocks = 6
+    width = 16
     layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)) for _ in range(blocks)]
     net = nn.Sequential(*layers, nn.Linear(width, CLASSES)).double()
     x = torch.randn(CLIENTS, ROWS, width, dtype=torch.float64, generator=generator(0, "x"))
@@ -356,9 +361,9 @@ def assert_same_run(num_recomputed, train):
     """Compare the final states of a run with and without checkpointing."""
     expected = train(checkpointing=False)
     assert not num_recomputed
-    found = train(checkpointing=True)
+    result = train(checkpointing=True)
     assert num_recomputed
-    for one, other in zip(expected, found, strict=True):
+    for one, other in zip(expected, result, strict=True):
         assert_same_bits(list(one.values()), list(other.values()))
 
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from perada.core.states import get_state, stack
 from perada.engine.fold import fold
 
-CLIENTS, ROWS = 3, 60
+CLIENTS = 3
+ROWS = 60
 MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last]
 
 CONVOLUTIONS = {

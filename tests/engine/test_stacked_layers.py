@@ -16,8 +16,11 @@ from perada.core.seeding import Streams
 from perada.core.states import get_state, parameter_keys, stack, train_mode
 from perada.engine.fold import fold
 
-CLIENTS, ROWS = 3, 4
-IMAGE, TOKENS, FLAT = (6, 5, 5), (7, 6), (6,)
+CLIENTS = 3
+ROWS = 4
+IMAGE = (6, 5, 5)
+TOKENS = (7, 6)
+FLAT = (6,)
 
 LAYERS = {
     "linear": (lambda: nn.Linear(6, 5), FLAT),
@@ -135,7 +138,9 @@ def test_twin_equals_separate_modules(name, together, counts, trained):
     stacked = {k: v.requires_grad_(k in keys) for k, v in stack([get_state(m) for m in separate]).items()}
     folded = fold(single)
     assert not folded.missing
-    folded.context.num_clients, folded.context.counts, folded.context.together = CLIENTS, counts, together
+    folded.context.num_clients = CLIENTS
+    folded.context.counts = counts
+    folded.context.together = together
     out = torch.zeros_like(weight)
     for step in range(2):  # two steps: a cumulative mean of statistics differs from the second on
         out = functional_call(train_mode(folded.model), stacked, (x.flatten(0, 1) * (1 + step),)).view_as(weight)

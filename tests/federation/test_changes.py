@@ -12,7 +12,6 @@ from perada.algorithms import FedAvg
 from perada.core.rounds import RoundPlan
 from perada.federation.outliers import find_outliers
 from perada.server import Updates
-from tests.options import sections
 
 ORDER: list[int] = []
 """The clients of the last round, in the order of the rows."""
@@ -23,7 +22,8 @@ class Hostile(FedAvg):
 
     def __init__(self, factor=1.0, client=1):
         super().__init__()
-        self.factor, self.client = factor, client
+        self.factor = factor
+        self.client = client
 
     def broadcast(self, given):
         ORDER[:] = given.clients
@@ -31,7 +31,8 @@ class Hostile(FedAvg):
 
     def end_round(self, trained, kept, received, tensor_names):
         kept, update = super().end_round(trained, kept, received, tensor_names)
-        update, place = {key: value.clone() for key, value in update.items()}, ORDER.index(self.client)
+        update = {key: value.clone() for key, value in update.items()}
+        place = ORDER.index(self.client)
         for key in tensor_names.parameters:
             start = received[key][place]
             update[key][place] = start + self.factor * (update[key][place] - start)
@@ -40,7 +41,7 @@ class Hostile(FedAvg):
 
 def finetune(tiny, algorithm, **options):
     arguments = {"algorithm": algorithm, "rounds": 2, "clients_per_round": None}
-    return perada.finetune(tiny.net(), tiny.data(), **sections(**tiny.options | arguments | options))
+    return tiny.finetune(**arguments | options)
 
 
 def test_a_client_whose_update_the_algorithm_broke_is_left_out_and_named(tiny):
@@ -83,7 +84,8 @@ def test_norms_and_cosines_are_logged(tiny):
     run = finetune(tiny, Hostile(-3.0), server_rule=Looking(), diagnostics=["update_norms"])
     assert len(run.metrics["rounds"]) == 2
     for record, changes in zip(run.metrics["rounds"], seen[-2:], strict=True):
-        norms, mean = np.linalg.norm(changes, axis=1), changes.mean(0)
+        norms = np.linalg.norm(changes, axis=1)
+        mean = changes.mean(0)
         cosines = changes @ mean / (norms * np.linalg.norm(mean))
         middle = np.sort(norms)[(len(norms) - 1) // 2]
         expected = [middle, norms.max(), ORDER[norms.argmax()], cosines.min(), ORDER[cosines.argmin()]]
@@ -96,7 +98,8 @@ def test_norms_and_cosines_are_logged(tiny):
 @pytest.mark.parametrize("rule", ["median", "krum", "geometric_median", "norm_clipping"])
 def test_robust_rules_keep_the_model_near_the_honest_one(tiny, rule):
     """One of five sends its change a thousand times over: a robust rule ends near the honest mean, the mean far off."""
-    honest, initial = finetune(tiny, "fedavg"), finetune(tiny, "fedavg", rounds=0)
+    honest = finetune(tiny, "fedavg")
+    initial = finetune(tiny, "fedavg", rounds=0)
 
     def distance(run, other):
         pairs = zip(run.state("global").values(), other.state("global").values(), strict=True)

@@ -25,7 +25,9 @@ from perada.tasks import Classification, MultiLabel
 from tests.chunks import in_chunks
 from tests.label_kinds import task_of
 
-STEPS, COUNTS, CLASSES = (5, 3, 3, 1), (6, 4, 6, 5), 3
+STEPS = (5, 3, 3, 1)
+COUNTS = (6, 4, 6, 5)
+CLASSES = 3
 CLIENTS = tuple(range(10, 10 + len(STEPS)))
 PHASES = (Phase(),)
 
@@ -93,7 +95,8 @@ OPTIMIZERS = [
 @pytest.mark.parametrize(("name", "options", "make"), OPTIMIZERS, ids=["momentum", "sgd", "adam", "adamw"])
 @pytest.mark.every(10)
 def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip, multilabel):
-    model, clip_norm = network(), (0.3 if multilabel else 1.0) if clip else None
+    model = network()
+    clip_norm = (0.3 if multilabel else 1.0) if clip else None
     training = LocalTraining(name, rates(0.2), clip_norm=clip_norm, task=task_of(multilabel), **options)
     running = cohort(model, training, engine=engine, chunk=chunk, factor=0.5)
     for batch in in_chunks(batches(multilabel), chunk or len(CLIENTS)):
@@ -105,9 +108,11 @@ def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip
     clipped = 0
     for row, (steps, count) in enumerate(zip(STEPS, COUNTS, strict=True)):
         alone = copy.deepcopy(model).train()
-        optimizer, losses = make(alone.parameters()), []
+        optimizer = make(alone.parameters())
+        losses = []
         for batch in batches(multilabel)[:steps]:
-            out, y = alone(batch.x[row, :count]), batch.y[row, :count]
+            out = alone(batch.x[row, :count])
+            y = batch.y[row, :count]
             loss = F.binary_cross_entropy_with_logits(out, y.double()) if multilabel else F.cross_entropy(out, y)
             losses.append(loss.item())
             optimizer.zero_grad()
@@ -138,7 +143,8 @@ def test_a_broken_client_does_not_touch_the_others(optimizer, clip_norm, engine)
         return running.finish()
 
     model = network(dropout=0.3)
-    dirty, clean = train(broken=True), train(broken=False)
+    dirty = train(broken=True)
+    clean = train(broken=False)
     assert dirty.finite.tolist() == [True, False, True, True]
     assert clean.finite.all()
     for one, other in ((dirty.sent, clean.sent), (dirty.client_state["personal"], clean.client_state["personal"])):
@@ -244,7 +250,8 @@ def test_dropout_of_one_role_is_not_that_of_another():
     running = cohort(model, LocalTraining("sgd", rates(0.1)), PerAda(0.0, distill=False))
     running.step(batches()[0])
     results = running.finish()
-    kept, sent = results.client_state, results.sent
+    kept = results.client_state
+    sent = results.sent
     assert not torch.allclose(kept["personal"]["fc.weight"], sent["fc.weight"])
 
 
@@ -288,14 +295,15 @@ def test_means_over_real_rows_of_values_of_any_shape():
     values = torch.randn(2, 4, 3, 5)
     values[1, 2:] = torch.nan  # padding
     for counts in ((4, 2), (4, 1)):
-        found = client_means(values[..., 0, 0], counts), client_means(values, counts)
+        result = client_means(values[..., 0, 0], counts), client_means(values, counts)
         for m, count in enumerate(counts):
-            assert found[0][m] == pytest.approx(float(values[m, :count, 0, 0].mean()))
-            torch.testing.assert_close(found[1][m], values[m, :count].mean(0))
+            assert result[0][m] == pytest.approx(float(values[m, :count, 0, 0].mean()))
+            torch.testing.assert_close(result[1][m], values[m, :count].mean(0))
 
 
 def test_losses_are_means_over_real_rows():
-    logits, y = torch.randn(2, 4, 3), torch.randint(0, 3, (2, 4))
+    logits = torch.randn(2, 4, 3)
+    y = torch.randint(0, 3, (2, 4))
     labels = torch.randint(0, 2, (2, 4, 3)).float()
     ragged = client_losses(logits, y, (4, 2), Classification())
     torch.testing.assert_close(ragged[0], F.cross_entropy(logits[0], y[0]))

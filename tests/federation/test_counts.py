@@ -11,7 +11,8 @@ from perada.core.states import Factors
 from perada.data import Phase
 from perada.federation.server import megabytes_of_clients, parameter_counts
 
-SIZES, RANKS = (7, 11, 13, 29, 64, 192), (8, 4, 2)
+SIZES = (7, 11, 13, 29, 64, 192)
+RANKS = (8, 4, 2)
 
 
 class Ordered(FedAvg):
@@ -29,7 +30,8 @@ def test_counts_do_not_depend_on_the_order_of_names():
     tensor_names = TensorNames(
         tuple(state), tuple(state), factors=tuple(Factors(f"{n}.A", f"{n}.B", 1.0) for n in SIZES)
     )
-    opened, phases = {"local": {name: value[None] for name, value in state.items()}}, [Phase("train", 1, None)]
+    opened = {"local": {name: value[None] for name, value in state.items()}}
+    phases = [Phase("train", 1, None)]
 
     def counted(seed):
         order = sorted(state, key=lambda name: crc32(f"{seed}{name}".encode()))
@@ -37,7 +39,7 @@ def test_counts_do_not_depend_on_the_order_of_names():
         counts = parameter_counts(Ordered(order), phases, tensor_names, 0, opened, sent, RANKS)
         return counts["params/trained"], counts["params/sent"], megabytes_of_clients(sent, tensor_names, RANKS, 3)
 
-    (found,) = {counted(seed) for seed in range(50)}
+    (result,) = {counted(seed) for seed in range(50)}
     numbers = 2 * sum(SIZES) * Fraction(sum(RANKS), 3)
-    assert all(abs(count - numbers) < 1e-9 for count in found[:2])
-    assert abs(found[2] - 3 * 4 * numbers / 10**6) < 1e-12
+    assert all(abs(count - numbers) < 1e-9 for count in result[:2])
+    assert abs(result[2] - 3 * 4 * numbers / 10**6) < 1e-12

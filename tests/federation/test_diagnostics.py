@@ -18,7 +18,9 @@ from perada.results.report import title
 from perada.studies.report.records import run_report
 from tests.options import sections
 
-SIZES, CLASSES, PROX = (9, 5, 14, 7), 3, 0.7
+SIZES = (9, 5, 14, 7)
+CLASSES = 3
+PROX = 0.7
 NAMES = {
     "theory/averaged_distance",
     "theory/distilled_distance",
@@ -93,7 +95,8 @@ class Plain:
         return sum(min(1.0, float((self.predict(p, x) - self.predict(g, x)).abs().sum())) for x in images) / len(images)
 
     def ensemble(self, locals_, tests):
-        right, error = [], []
+        right = []
+        error = []
         for x, y in (pair for test in tests for pair in zip(*test.tensors, strict=True)):
             logits = sum(self.logits(h, x) for h in locals_) / len(locals_)
             h = sum(self.predict(h, x) for h in locals_) / len(locals_)
@@ -140,38 +143,43 @@ def rows(stack):
     ],
 )
 def test_the_diagnostics_are_those_of_the_definitions(engine, multilabel, weighting, clients_per_chunk):
-    data, plain, algorithm = task(multilabel=multilabel), Plain(multilabel), Watched(PROX)
+    data = task(multilabel=multilabel)
+    plain = Plain(multilabel)
+    algorithm = Watched(PROX)
     options = {"weighting": weighting, "engine": engine, "clients_per_chunk": clients_per_chunk, "data": data}
     before = finetune(make_algorithm("perada", prox_strength=PROX), rounds=1, prox_strength=None, **options)
     run = finetune(algorithm, rounds=2, diagnostics=True, prox_strength=None, **options)
-    found, images = run.metrics["rounds"][-1], data.public.tensors[0]
-    w, locals_ = run.state("global"), rows(algorithm.sent)
-    assert found["theory/averaged_distance"] == pytest.approx(
+    result = run.metrics["rounds"][-1]
+    images = data.public.tensors[0]
+    w = run.state("global")
+    locals_ = rows(algorithm.sent)
+    assert result["theory/averaged_distance"] == pytest.approx(
         plain.distillation_distance(algorithm.aggregated, locals_, images), rel=1e-9
     )
-    assert found["theory/distilled_distance"] == pytest.approx(
+    assert result["theory/distilled_distance"] == pytest.approx(
         plain.distillation_distance(w, locals_, images), rel=1e-9
     )
     near = torch.tensor(
         [plain.personal_distance(run.state("personal", m), w, images) for m in algorithm.clients], dtype=torch.float64
     )
-    assert found["theory/personal_distance"] == pytest.approx(float(near.mean()), rel=1e-9)
-    assert found["theory/personal_distance_std"] == pytest.approx(float(near.std(correction=0)), rel=1e-9)
+    assert result["theory/personal_distance"] == pytest.approx(float(near.mean()), rel=1e-9)
+    assert result["theory/personal_distance_std"] == pytest.approx(float(near.std(correction=0)), rel=1e-9)
     accuracy, error = plain.ensemble(locals_, data.test)
-    assert found["theory/ensemble_accuracy"] == pytest.approx(accuracy, rel=1e-9)
-    assert found["theory/ensemble_error"] == pytest.approx(error, rel=1e-9)
-    start, sizes = before.state("global"), torch.tensor([SIZES[m] for m in algorithm.clients], dtype=torch.float64)
+    assert result["theory/ensemble_accuracy"] == pytest.approx(accuracy, rel=1e-9)
+    assert result["theory/ensemble_error"] == pytest.approx(error, rel=1e-9)
+    start = before.state("global")
+    sizes = torch.tensor([SIZES[m] for m in algorithm.clients], dtype=torch.float64)
     weights = sizes / sizes.sum() if weighting == "samples" else torch.full((3,), 1 / 3, dtype=torch.float64)
     gradients = torch.stack([plain.gradient(start, data.train[m]) for m in algorithm.clients])
-    assert found["theory/global_gradient"] == pytest.approx(float((weights @ gradients).square().sum()), rel=1e-9)
+    assert result["theory/global_gradient"] == pytest.approx(float((weights @ gradients).square().sum()), rel=1e-9)
     own = torch.stack(
         [plain.gradient(before.state("personal", m), data.train[m], start).square().sum() for m in algorithm.clients]
     )
-    assert found["theory/personal_gradient"] == pytest.approx(float(own.mean()), rel=1e-9)
-    assert found["theory/personal_gradient_std"] == pytest.approx(float(own.std(correction=0)), rel=1e-9)
-    values = [found[name] for name in NAMES]
+    assert result["theory/personal_gradient"] == pytest.approx(float(own.mean()), rel=1e-9)
+    assert result["theory/personal_gradient_std"] == pytest.approx(float(own.std(correction=0)), rel=1e-9)
+    values = [result[name] for name in NAMES]
     assert len({round(value, 6) for value in values}) == len(NAMES)  # no two could be swapped
-    assert 0 < found["theory/personal_distance"] < 1
+    assert 0 < result["theory/personal_distance"] < 1
 
 
 def test_without_the_option_nothing_is_measured_and_with_it_all_else_is_the_same(monkeypatch):
@@ -197,7 +205,8 @@ def test_without_the_option_nothing_is_measured_and_with_it_all_else_is_the_same
 
 @pytest.mark.slow
 def test_gradients_and_errors_change_nothing_either():
-    off, on = finetune(), finetune(diagnostics=["gradient_norms", "ensemble_error"])
+    off = finetune()
+    on = finetune(diagnostics=["gradient_norms", "ensemble_error"])
     for role in [("global",), *(("personal", m) for m in range(4))]:
         assert all(torch.equal(value, off.state(*role)[key]) for key, value in on.state(*role).items())
     assert {name for name in on.metrics["rounds"][0] if name.startswith("theory/")} == {
@@ -208,11 +217,11 @@ def test_gradients_and_errors_change_nothing_either():
 def test_equal_models_are_at_no_distance_and_a_round_at_the_optimum_has_no_gradient():
     """Rates of zero leave all models as they were; λ then multiplies nothing, and both objectives' gradients agree."""
     still = {"lr_personal": 0.0, "lr_local": 0.0, "distill_steps": 0, "clients_per_round": 1, "adapter": "head"}
-    (found,) = finetune(rounds=1, diagnostics=True, **still).metrics["rounds"]
-    assert found["theory/averaged_distance"] == found["theory/personal_distance"] == 0.0
-    assert "theory/distilled_distance" not in found or found["theory/distilled_distance"] == 0.0
-    assert found["theory/global_gradient"] == pytest.approx(found["theory/personal_gradient"], rel=1e-12)
-    assert found["theory/personal_gradient_std"] == 0.0
+    (result,) = finetune(rounds=1, diagnostics=True, **still).metrics["rounds"]
+    assert result["theory/averaged_distance"] == result["theory/personal_distance"] == 0.0
+    assert "theory/distilled_distance" not in result or result["theory/distilled_distance"] == 0.0
+    assert result["theory/global_gradient"] == pytest.approx(result["theory/personal_gradient"], rel=1e-12)
+    assert result["theory/personal_gradient_std"] == 0.0
 
 
 @pytest.mark.every(2)
@@ -232,8 +241,8 @@ def test_equal_models_are_at_no_distance_and_a_round_at_the_optimum_has_no_gradi
 )
 def test_all_that_an_algorithm_allows_is_measured(algorithm, measured):
     options = {"algorithm_options": {"modes": 2}} if algorithm == "fed_ensemble" else {}
-    (found,) = finetune(algorithm, rounds=1, diagnostics=True, **options).metrics["rounds"]
-    names = {name.removeprefix("theory/") for name in found if name.startswith("theory/")}
+    (result,) = finetune(algorithm, rounds=1, diagnostics=True, **options).metrics["rounds"]
+    names = {name.removeprefix("theory/") for name in result if name.startswith("theory/")}
     assert names == measured
 
 
@@ -284,13 +293,13 @@ def private(**options):
 @pytest.mark.filterwarnings("ignore:privacy. ", "ignore:.*secure_rng.*")
 def test_private_runs_measure_neither_gradients_nor_personal_models(caplog):
     with caplog.at_level("INFO", logger="pytorch_lightning"):
-        (found,) = private().metrics["rounds"]
-    assert {name for name in found if name.startswith("theory/")} == {
+        (result,) = private().metrics["rounds"]
+    assert {name for name in result if name.startswith("theory/")} == {
         name for name in NAMES if "gradient" not in name and "personal_distance" not in name
     }
-    said = sorted(record.getMessage() for record in caplog.records if "diagnostics" in record.getMessage())
-    assert said[0].startswith("diagnostics: skipping gradient_norms: they would reveal gradients of private images")
-    assert said[1].startswith("diagnostics: skipping personal_distance: it would reveal personal models")
+    messages = sorted(record.getMessage() for record in caplog.records if "diagnostics" in record.getMessage())
+    assert messages[0].startswith("diagnostics: skipping gradient_norms: they would reveal gradients of private images")
+    assert messages[1].startswith("diagnostics: skipping personal_distance: it would reveal personal models")
 
 
 def test_private_runs_do_not_measure_on_images_that_clients_train_on():

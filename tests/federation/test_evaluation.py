@@ -48,16 +48,17 @@ def images(tiny):
 def test_each_image_runs_through_its_owners_model(tiny, monkeypatch):
     _, module, run = fitted(tiny)
     batch = images(tiny)
-    seen, engine = [], module.federation.engine
+    seen = []
+    engine = module.federation.engine
     run_all = engine.logits
     for rows in (slice(None), slice(2, 19), slice(16, 17)):
         part = EvalBatch(*(values[rows] for values in batch))
         with monkeypatch.context() as patch:
             patch.setattr(engine, "logits", lambda states, x: seen.append(x.shape[:2].numel()) or run_all(states, x))
-            found = own_logits(module.federation, part)
+            actual = own_logits(module.federation, part)
         assert len(part.x) <= sum(seen) < 2 * len(part.x)
         seen.clear()
-        for logits, image, owner in zip(found, part.x, part.owner.tolist(), strict=True):
+        for logits, image, owner in zip(actual, part.x, part.owner.tolist(), strict=True):
             with torch.no_grad():
                 expected = run.personal(owner)(image[None])[0]
             torch.testing.assert_close(logits, expected)
@@ -67,14 +68,15 @@ def test_each_image_runs_through_its_owners_model(tiny, monkeypatch):
 def test_a_sample_of_clients_has_the_scores_of_all(tiny, metric):
     _, _, whole = fitted(tiny, evaluation={"metric": metric})
     _, _, some = fitted(tiny, evaluation={"metric": metric, "global_test_clients": 2})
-    expected, found = whole.metrics["clients"], some.metrics["clients"]
-    local = (found["personal/local_test"], expected["personal/local_test"])
+    expected = whole.metrics["clients"]
+    actual = some.metrics["clients"]
+    local = (actual["personal/local_test"], expected["personal/local_test"])
     assert local[0] == pytest.approx(local[1], nan_ok=True, abs=1e-6)
     assert len({value for value in local[0] if value == value}) > 1
     sampled = sample_clients(5, 2, 0)
-    values = [found["personal/global_test"][client] for client in sampled]
+    values = [actual["personal/global_test"][client] for client in sampled]
     assert values == [expected["personal/global_test"][client] for client in sampled]
-    missing = [value for client, value in enumerate(found["personal/global_test"]) if client not in sampled]
+    missing = [value for client, value in enumerate(actual["personal/global_test"]) if client not in sampled]
     assert all(value != value for value in missing)
     last = some.metrics["rounds"][-1]
     assert last["personal/global_test"] == pytest.approx(sum(values) / 2)
@@ -147,8 +149,8 @@ def test_the_sample_is_drawn_from_the_seed():
 def test_predictions_are_those_of_the_owners_model(tiny):
     trainer, module, run = fitted(tiny)
     batch = images(tiny)
-    found = trainer.predict(module, datamodule=trainer.datamodule)
-    personal, shared = (torch.cat([part[name] for part in found]) for name in ("personal", "global"))
+    result = trainer.predict(module, datamodule=trainer.datamodule)
+    personal, shared = (torch.cat([part[name] for part in result]) for name in ("personal", "global"))
     with torch.no_grad():
         for place, owner in enumerate(batch.owner.tolist()):
             torch.testing.assert_close(personal[place], run.personal(owner)(batch.x[place : place + 1])[0])
@@ -159,7 +161,9 @@ class Threads(Ranks):
     """Two ranks that are threads of this process."""
 
     def __init__(self, rank, shared):
-        self.rank, self.size, self.shared = rank, 2, shared
+        self.rank = rank
+        self.size = 2
+        self.shared = shared
 
     def gather(self, value):
         self.shared["barrier"].wait()
@@ -178,7 +182,8 @@ class Threads(Ranks):
 @pytest.mark.every(5)
 def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
     _, module, _ = fitted(tiny, algorithm)
-    federation, batch = module.federation, images(tiny)
+    federation = module.federation
+    batch = images(tiny)
     batches = [EvalBatch(*parts) for parts in zip(*(values.split(7) for values in batch), strict=True)]
 
     def counted(ranks):
@@ -191,7 +196,7 @@ def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
     alone = counted(Ranks())
     (scores, per_client), details = alone.result(), alone.details()
     shared = {"barrier": threading.Barrier(2)}
-    found = []
+    results = []
 
     class Own:
         """The federation as one of the ranks sees it at the end."""
@@ -202,7 +207,7 @@ def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
 
     def finish(evaluation, ranks):
         evaluation.federation = Own(ranks)
-        found.append((*evaluation.result(), evaluation.details()))
+        results.append((*evaluation.result(), evaluation.details()))
 
     every = [Threads(rank, shared) for rank in range(2)]
     threads = [threading.Thread(target=finish, args=(counted(ranks), ranks)) for ranks in every]
@@ -210,8 +215,8 @@ def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 2
-    for own_scores, own_clients, own_details in found:
+    assert len(results) == 2
+    for own_scores, own_clients, own_details in results:
         for name, tally in details["predictions"].items():
             confidence = own_details["predictions"][name]["calibration"].pop("confidence")
             assert confidence == pytest.approx(tally["calibration"]["confidence"])
@@ -237,7 +242,8 @@ def _double():
 @pytest.mark.parametrize("algorithm", ["ditto", "fedavg", "fed_ensemble"])
 def test_evaluation_where_torchs_default_is_double_precision(tiny, algorithm, metric):
     trainer, module, _ = fitted(tiny, algorithm, {"metric": metric})
-    double, per_client = module.results.scores, module.results.per_client
+    double = module.results.scores
+    per_client = module.results.per_client
     torch.set_default_dtype(torch.float32)
     trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
     assert module.results.scores == pytest.approx(double, abs=1e-6, nan_ok=True)

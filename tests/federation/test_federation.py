@@ -31,7 +31,8 @@ def _unnoticed_at_set_up(monkeypatch):
     monkeypatch.setattr("perada.data.broken_images._find_broken", lambda *_: {})
 
 
-SIZES, CLASSES = (8, 5, 12, 3), 3
+SIZES = (8, 5, 12, 3)
+CLASSES = 3
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
 

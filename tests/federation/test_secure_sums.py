@@ -24,7 +24,8 @@ def run(name, **options):
 @pytest.mark.parametrize("name", sorted(set(NAMED) - CANNOT))
 @pytest.mark.every(20)
 def test_with_many_bits_the_results_are_those_without(name):
-    one, other = run(name, secure_sums=SecureSums(fraction_bits=40)), run(name)
+    one = run(name, secure_sums=SecureSums(fraction_bits=40))
+    other = run(name)
     for key, value in one.state("global").items():
         if value.is_floating_point():  # counters are averaged
             torch.testing.assert_close(value, other.state("global")[key], rtol=1e-9, atol=1e-9, msg=key)
@@ -90,7 +91,8 @@ def test_diagnostics_of_single_updates_are_rejected():
 
 def test_who_does_not_fit_is_left_out_and_too_few_are_void(monkeypatch):
     """Of four clients, three must be there at the end; more than one whose numbers are too large end the round."""
-    huge, real = set(), SecureSums.summable
+    huge = set()
+    real = SecureSums.summable
 
     def summable(self, updates, shares, places):
         for place in huge:
@@ -102,6 +104,6 @@ def test_who_does_not_fit_is_left_out_and_too_few_are_void(monkeypatch):
     for places, moves in (([], True), ([1], True), ([1, 2], False)):
         huge.clear()
         huge.update(places)
-        found = run("fedavg", rounds=1, clients_per_round=4, secure_sums=SecureSums()).state("global")
-        assert any(not torch.equal(found[key], start[key]) for key in start) == moves
-        assert all(value.abs().max() < 1e6 for value in found.values())
+        result = run("fedavg", rounds=1, clients_per_round=4, secure_sums=SecureSums()).state("global")
+        assert any(not torch.equal(result[key], start[key]) for key in start) == moves
+        assert all(value.abs().max() < 1e6 for value in result.values())

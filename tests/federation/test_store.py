@@ -78,10 +78,10 @@ def test_clients_have_the_initial_state_until_they_are_written(tmp_path, kind):
     written = kept(2)
     store.scatter([3, 0], written)
     assert sorted(store.written) == [0, 3]
-    found = store.gather([0, 1, 3])
+    actual = store.gather([0, 1, 3])
     expected = [rows(written, 1), initial(), rows(written, 0)]
     for index, state in enumerate(expected):
-        got = rows(found, index)
+        got = rows(actual, index)
         for role in state:
             for key in state[role]:
                 assert torch.equal(got[role][key], state[role][key])
@@ -128,13 +128,15 @@ def test_a_saved_store_goes_on_in_one_of_any_kind(tmp_path, before, after):
 @kinds
 def test_clients_can_move_from_one_store_to_another(tmp_path, kind):
     """As they do between processes: by their rows, while training; by what was saved, afterwards."""
-    one, two = stores(tmp_path)[kind], stores(tmp_path)[kind]
+    one = stores(tmp_path)[kind]
+    two = stores(tmp_path)[kind]
     one.scatter([1, 2, 3], kept(3))
     two.put([3], one.rows([3]))
     one.drop([3, 4])
     assert sorted(one.written) == [1, 2]
     saved = joined([one.state_dict(), two.state_dict()])
-    third, fourth = stores(tmp_path / "three")[kind], stores(tmp_path / "four")[kind]
+    third = stores(tmp_path / "three")[kind]
+    fourth = stores(tmp_path / "four")[kind]
     third.load_state_dict(restricted(saved, {1, 3}))
     fourth.load_state_dict(restricted(saved, {2}))
     assert_same(third.gather([1, 3]), {r: {k: v[[0, 2]] for k, v in s.items()} for r, s in kept(3).items()})
@@ -161,9 +163,9 @@ def test_a_client_is_a_file_that_safetensors_reads(tmp_path):
     store.scatter([6], kept(1))
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("client_6-")
-    found = load_file(path)
-    assert set(found) == {"personal/a.weight", "personal/a.count", "extra/h", "extra/d"}
-    for name, value in found.items():
+    result = load_file(path)
+    assert set(result) == {"personal/a.weight", "personal/a.count", "extra/h", "extra/d"}
+    for name, value in result.items():
         role, key = name.split("/")
         assert torch.equal(value, kept(1)[role][key][0])
 
@@ -229,7 +231,8 @@ def test_a_resumed_run_keeps_the_files_of_the_checkpoint_it_came_from(tmp_path):
 
 
 def test_a_resumed_run_in_a_folder_of_its_own_does_not_need_the_old_one(tmp_path):
-    old, new = tmp_path / "old" / "clients", tmp_path / "new" / "clients"
+    old = tmp_path / "old" / "clients"
+    new = tmp_path / "new" / "clients"
     store = DiskStore(initial(), old)
     store.scatter([0, 1], kept(2, seed=1))
     again = DiskStore(initial(), new)

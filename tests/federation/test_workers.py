@@ -232,7 +232,9 @@ class Raise(pl.Callback):
     """Changes an attribute of the network when a round begins."""
 
     def __init__(self, round, name, value):
-        self.round, self.name, self.value = round, name, value
+        self.round = round
+        self.name = name
+        self.value = value
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == self.round:

@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import perada
 from perada.lightning.checkpoint import AtomicCheckpointIO, find_checkpoint
 from perada.results.restore import check_intact_file, newest_intact
 from tests.disks import no_room
-from tests.options import sections
 
 CONTENT = {"state_dict": {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}, "epoch": 4, "name": "ü"}
 
@@ -49,7 +47,8 @@ def test_no_copy_of_a_checkpoint_is_made_in_memory(tmp_path):
 
 
 def test_any_flipped_bit_is_found(written):
-    content, generator = written.read_bytes(), random.Random(0)
+    content = written.read_bytes()
+    generator = random.Random(0)
     places = {0, *range(len(content) - 110, len(content)), *generator.sample(range(len(content)), 300)}
     for place in places:
         damaged = bytearray(content)
@@ -65,10 +64,13 @@ def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(written, monkeypatch):
     @contextmanager
     def flipping(target, **_):
         with target.open("w+b") as file:
-            file_write, file_flush = file.write, file.flush
+            file_write = file.write
+            file_flush = file.flush
 
             class Flipping:
-                name, seek, flush = str(target), file.seek, staticmethod(file_flush)
+                name = str(target)
+                seek = file.seek
+                flush = staticmethod(file_flush)
 
                 def write(self, some):
                     some = bytearray(some)
@@ -124,7 +126,8 @@ CALLS = ["link", "fsync", "replace"]
 @pytest.mark.parametrize("happens", ["kill", "full disk"])
 def test_whatever_happens_there_is_a_whole_one(written, monkeypatch, moment, happens):
     AtomicCheckpointIO().save_checkpoint({"epoch": 5}, written)
-    left, real = {name: moment[1] if name == moment[0] else 0 for name in CALLS}, {n: getattr(os, n) for n in CALLS}
+    left = {name: moment[1] if name == moment[0] else 0 for name in CALLS}
+    real = {n: getattr(os, n) for n in CALLS}
     stop = Killed() if happens == "kill" else OSError(errno.ENOSPC, "No space left on device")
 
     def call(name):
@@ -158,7 +161,7 @@ def test_nothing_is_written_into_the_temporary_directory(tiny, tmp_path, monkeyp
     """It may be on another file system, from which nothing can be renamed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
     options = tiny.options | {"rounds": 3, "default_root_dir": str(tmp_path), "logger": True}
-    perada.finetune(tiny.net(), tiny.data(), **sections(**options))
+    tiny.finetune(**options)
     folder = tmp_path / "lightning_logs" / "version_0" / "checkpoints"
     assert sorted(os.listdir(folder)) == ["last.ckpt", "last.previous.ckpt"]
 
@@ -171,13 +174,11 @@ def test_a_disk_that_is_full_is_named_with_the_runs_folder(tiny, tmp_path, size)
         no_room(size),
         pytest.raises(OSError, match="File too large") as full,
     ):
-        perada.finetune(tiny.net(), tiny.data(), **sections(**options))
+        tiny.finetune(**options)
     assert str(tmp_path / "lightning_logs" / "version_0") in str(full.value)
     saved = any(tmp_path.rglob("*.ckpt"))
-    resumed = perada.finetune(tiny.net(), tiny.data(), **sections(**options, ckpt_path="last" if saved else None))
-    undisturbed = perada.finetune(
-        tiny.net(), tiny.data(), **sections(**options | {"default_root_dir": str(tmp_path / "other")})
-    )
+    resumed = tiny.finetune(**options, ckpt_path="last" if saved else None)
+    undisturbed = tiny.finetune(**options | {"default_root_dir": str(tmp_path / "other")})
     for role in ("global", "personal"):
         torch.testing.assert_close(resumed.states(role), undisturbed.states(role), rtol=0, atol=0)
 
@@ -203,16 +204,16 @@ def test_what_was_replaced_is_older_whatever_the_times_of_the_files_say(written)
 @pytest.mark.slow
 def test_last_takes_the_newest_that_is_whole(tiny, tmp_path):
     options = tiny.options | {"default_root_dir": str(tmp_path), "logger": True}
-    uninterrupted = perada.finetune(tiny.net(), tiny.data(), **sections(**options | {"rounds": 4}))
+    uninterrupted = tiny.finetune(**options | {"rounds": 4})
     second = tmp_path / "second"
     options["default_root_dir"] = str(second)
-    perada.finetune(tiny.net(), tiny.data(), **sections(**options | {"rounds": 3}))
+    tiny.finetune(**options | {"rounds": 3})
     last = second / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt"
     last.write_bytes(last.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"last\.ckpt' is not a checkpoint.*'last'"):
-        perada.finetune(tiny.net(), tiny.data(), **sections(ckpt_path=str(last), **options | {"rounds": 4}))
+        tiny.finetune(ckpt_path=str(last), **options | {"rounds": 4})
     with pytest.warns(UserWarning, match=r"'.*/last\.ckpt'.*previous"):
-        resumed = perada.finetune(tiny.net(), tiny.data(), **sections(ckpt_path="last", **options | {"rounds": 4}))
+        resumed = tiny.finetune(ckpt_path="last", **options | {"rounds": 4})
     for key, value in uninterrupted.state("global").items():
         assert torch.equal(resumed.state("global")[key], value)
     for path in Path(second).rglob("*.ckpt"):

@@ -14,9 +14,6 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-import perada
-from tests.options import sections
-
 
 class Killer(pl.Callback):
     """Raises after the first step of a round."""
@@ -31,7 +28,7 @@ class Killer(pl.Callback):
 
 def fit(tiny, root, store="disk", rounds=4, **options):
     options = tiny.options | {"seed": 5, "default_root_dir": str(root), "client_store": store} | options
-    return perada.finetune(tiny.net(), tiny.data(), **sections(rounds=rounds, **options))
+    return tiny.finetune(rounds=rounds, **options)
 
 
 def run_folder(root, version=0):

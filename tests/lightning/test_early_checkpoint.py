@@ -4,17 +4,13 @@
 import pytest
 import torch
 
-import perada
 from perada.cli import main
 from perada.lightning import FederatedClassifier
-from tests.options import sections
 
 
 def fit(tiny, folder, rounds, **options):
     arguments = tiny.options | {"distill_steps": None, "distill_batch_size": None, "algorithm": "ditto"} | options
-    return perada.finetune(
-        tiny.net(), tiny.data(public=False), **sections(**arguments, rounds=rounds, default_root_dir=str(folder))
-    )
+    return tiny.finetune(tiny.data(public=False), **arguments, rounds=rounds, default_root_dir=str(folder))
 
 
 def equal(one, other):

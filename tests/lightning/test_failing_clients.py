@@ -22,7 +22,9 @@ class Own(Dataset):
     """A client's samples, read one by one, of which one goes wrong once it is told to."""
 
     def __init__(self, base, bad=None, what=None):
-        self.base, self.bad, self.what = base, bad, what
+        self.base = base
+        self.bad = bad
+        self.what = what
         self.targets = base.tensors[1]
         # In shared memory, since processes that read samples live through all rounds.
         self._after = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -51,7 +53,8 @@ class Later(Callback):
     """Lets the sample go wrong from a round on."""
 
     def __init__(self, dataset, round):
-        self.dataset, self.round = dataset, round
+        self.dataset = dataset
+        self.round = round
 
     def on_train_epoch_start(self, trainer, module):
         self.dataset.after = self.round - trainer.current_epoch
@@ -145,7 +148,7 @@ def test_with_privacy_the_client_has_taken_part(tiny):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = fit(tiny, data, privacy=privacy, callbacks=[Counting(data.train[1], 0)])
-    assert not [one for one in caught if "client" in str(one.message)]  # no log says whose image it is
+    assert not [warning for warning in caught if "client" in str(warning.message)]  # no log says whose image it is
     assert run.info["privacy"]["sample"]["release"] == uninterrupted.info["privacy"]["sample"]["release"]
     assert not any("clients/failed" in record for record in run.metrics["rounds"])
 
@@ -257,11 +260,11 @@ def test_a_far_update_is_left_out_if_asked(tiny):
     with pytest.warns(UserWarning, match=r"client 3 .* times .*drop_outliers"):
         kept = fit(tiny, data, algorithm=Scaled(), **options).state("global")
     with pytest.warns(UserWarning, match=r"client 3 .*dropped \(drop_outliers\)"):
-        found = fit(tiny, data, algorithm=Scaled(), drop_outliers=True, **options).state("global")
+        actual = fit(tiny, data, algorithm=Scaled(), drop_outliers=True, **options).state("global")
     others = perada.FederatedData(data.train[:3], data.test[:3])
     expected = fit(tiny, others, algorithm="fedavg", **options).state("global")
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[key], value, rtol=1e-5, atol=1e-6)
     assert max(float((kept[key] - value).abs().max()) for key, value in expected.items()) > 1
 
 

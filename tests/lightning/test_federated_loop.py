@@ -33,7 +33,8 @@ class Killer(pl.Callback):
     """Raises in a round, at its start or after one of its steps."""
 
     def __init__(self, round, step=None):
-        self.round, self.step = round, step
+        self.round = round
+        self.step = step
 
     def on_train_epoch_start(self, trainer, pl_module):
         if (trainer.current_epoch, None) == (self.round, self.step):
@@ -193,11 +194,7 @@ def test_a_finished_run_can_go_on(tiny, tmp_path):
 
 def test_checkpoint_holds_safe_types_and_no_backbone(tiny, tmp_path):
     data = perada.FederatedDataModule(tiny.data(), batch_size=4)
-    run = perada.finetune(
-        tiny.net(),
-        data,
-        **sections(**(tiny.options | {"adapter": "head", "rounds": 1, "default_root_dir": str(tmp_path)})),
-    )
+    run = tiny.finetune(data, adapter="head", rounds=1, default_root_dir=str(tmp_path))
     saved = torch.load(run_folder(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["state_dict"] == {}
     assert saved["perada"]["federation"]["global"].keys() == {"7.weight", "7.bias"}
@@ -429,7 +426,8 @@ def distance(state, other):
 @pytest.mark.slow
 def test_bf16_mixed_keeps_states_in_float32(tiny, tmp_path):
     """What a state differs by from one in float32 is small against the way that training has moved it."""
-    half, single = fit(tiny, tmp_path, rounds=1, precision="bf16-mixed"), fit(tiny, tmp_path, rounds=1)
+    half = fit(tiny, tmp_path, rounds=1, precision="bf16-mixed")
+    single = fit(tiny, tmp_path, rounds=1)
     initial = tiny.net().state_dict()
     for got, expected in zip(all_states(half), all_states(single), strict=True):
         assert {value.dtype for value in got.values()} == {torch.float32}
@@ -521,8 +519,8 @@ def test_a_client_whose_loss_is_nan_is_named_and_left_out(tiny, tmp_path):
     data.train[1].tensors[0][:] = 3e38
     arguments = tiny.options | {"clients_per_round": None, "rounds": 1, "logger": False}
     with pytest.warns(UserWarning, match=r"round 1: .*client 1 .*NaN"):
-        run = perada.finetune(tiny.net(), data, **sections(**arguments))
-    start = perada.finetune(tiny.net(), tiny.data(), **sections(**(arguments | {"rounds": 0})))
+        run = tiny.finetune(data, **arguments)
+    start = tiny.finetune(**arguments | {"rounds": 0})
     assert torch.equal(run.state("personal", 1)["7.weight"], start.state("personal", 1)["7.weight"])
     assert not torch.equal(run.state("personal", 0)["7.weight"], start.state("personal", 0)["7.weight"])
     assert all(value.isfinite().all() for value in run.state("global").values())
@@ -553,8 +551,8 @@ def test_distilling_needs_a_public_set(tiny, tmp_path):
 @pytest.mark.slow
 def test_progress_bar_counts_rounds(tiny, tmp_path, capsys):
     run = fit(tiny, tmp_path, rounds=2, enable_progress_bar=True, callbacks=[RoundProgressBar()])
-    shown = capsys.readouterr()
-    text = shown.out + shown.err
+    captured = capsys.readouterr()
+    text = captured.out + captured.err
     assert "Round 1/2" in text
     assert "Round 2/2" in text
     assert "Distil 1" in text
@@ -578,11 +576,11 @@ CHANGES = [
 @pytest.mark.every(6)
 def test_a_run_is_not_resumed_with_other_options_but_for_those_that_are_allowed(tiny, tmp_path, changed, message):
     options = tiny.options | {"lr_local": 0.1, "logger": True, "default_root_dir": str(tmp_path)}
-    perada.finetune(tiny.net(), tiny.data(), **sections(**options | {"rounds": 1}))
+    tiny.finetune(**options | {"rounds": 1})
     saved = str(run_folder(tmp_path) / "checkpoints" / "last.ckpt")
     options |= changed | {"ckpt_path": saved, "rounds": 2}
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        perada.finetune(tiny.net(), tiny.data(), **sections(**options))
+        tiny.finetune(**options)
     (name,) = re.findall(r"resume_allow=\['(.*)'\]", str(error.value))
-    resumed = perada.finetune(tiny.net(), tiny.data(), **sections(**options, resume_allow=[name]))
+    resumed = tiny.finetune(**options, resume_allow=[name])
     assert [row["round"] for row in resumed.metrics["rounds"]] == [0, 1]

@@ -6,11 +6,9 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning import callbacks as lightning
 
-import perada
 from perada.data import FederatedDataModule
 from perada.federation import Training
 from perada.lightning import FederatedClassifier, FederatedLoop
-from tests.options import sections
 
 
 class OwnAverage(lightning.WeightAveraging):
@@ -60,7 +58,7 @@ def test_every_callback_of_lightning_is_looked_at():
 
 def finetune(tiny, callback, **options):
     common = tiny.options | {"rounds": 3, "local_steps": 1, "distill_steps": 1, "enable_checkpointing": None}
-    return perada.finetune(tiny.net(), tiny.data(), **sections(callbacks=callback, **common | options))
+    return tiny.finetune(callbacks=callback, **common | options)
 
 
 @pytest.mark.parametrize("name", REJECTED)

@@ -4,9 +4,7 @@
 import pytest
 import torch
 
-import perada
 from perada.data import FederatedData
-from tests.options import sections
 
 
 def named(tiny, names, sizes=None):
@@ -18,7 +16,7 @@ def named(tiny, names, sizes=None):
 
 def run(tiny, folder, data, rounds, **options):
     arguments = tiny.options | {"distill_steps": None, "distill_batch_size": None, "algorithm": "ditto"} | options
-    return perada.finetune(tiny.net(), data, **sections(**arguments, rounds=rounds, default_root_dir=str(folder)))
+    return tiny.finetune(data, **arguments, rounds=rounds, default_root_dir=str(folder))
 
 
 def equal(one, other):

@@ -70,12 +70,12 @@ def test_the_client_minimises_its_loss_and_the_pull_towards_the_global_state(tin
         with torch.no_grad():
             for parameter, gradient, at in zip(model.parameters(), gradients, anchor, strict=True):
                 parameter -= 0.1 * (gradient + 0.7 * (parameter - at))
-    found = joined.state("personal", "late")
+    actual = joined.state("personal", "late")
     expected = dict(model.named_parameters())
-    moved = max(float((found[key] - run.state("global")[key]).abs().max()) for key in expected)
+    moved = max(float((actual[key] - run.state("global")[key]).abs().max()) for key in expected)
     assert moved > 1e-2
     for key, value in expected.items():
-        assert torch.allclose(found[key], value, rtol=0, atol=1e-6)
+        assert torch.allclose(actual[key], value, rtol=0, atol=1e-6)
 
 
 def test_no_one_else_changes(tiny):
@@ -98,7 +98,8 @@ def accuracy(model, part):
 
 @pytest.mark.slow
 def test_the_scores_are_those_of_the_models(tiny):
-    run, data = finished(tiny), newcomer()
+    run = finished(tiny)
+    data = newcomer()
     joined = perada.personalize(run, data, "late", rounds=8, accelerator="cpu")
     record = joined.info["joined"][-1]
     assert record["before"] == pytest.approx(accuracy(run.global_model(), data.test[0]), abs=1e-6)
@@ -143,8 +144,8 @@ def test_without_personal_models_the_global_one_is_fine_tuned(tiny):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    found = joined.state("personal", "late")
-    assert all(torch.allclose(found[key], value, rtol=0, atol=1e-6) for key, value in model.named_parameters())
+    result = joined.state("personal", "late")
+    assert all(torch.allclose(result[key], value, rtol=0, atol=1e-6) for key, value in model.named_parameters())
     assert torch.equal(joined.state("personal", 2)["6.weight"], run.state("global")["6.weight"])
 
 
@@ -170,19 +171,20 @@ def test_the_client_trains_the_task_of_the_run_on_mixed_images(tiny, sampling):
         optimizer.zero_grad()
         losses.mean().backward()
         optimizer.step()
-    found = joined.state("personal", "late")
-    assert all(torch.allclose(found[key], value, rtol=0, atol=1e-6) for key, value in model.named_parameters())
+    result = joined.state("personal", "late")
+    assert all(torch.allclose(result[key], value, rtol=0, atol=1e-6) for key, value in model.named_parameters())
 
 
 @pytest.mark.parametrize("algorithm", ["fedrep", *slow("lg_fedavg", "fedsim_output")])
 def test_where_a_part_is_shared_the_other_is_trained(tiny, algorithm):
     run = finished(tiny, algorithm)
     joined = perada.personalize(run, newcomer(), "late", rounds=1, accelerator="cpu")
-    start, found = run.state("global"), joined.state("personal", "late")
+    start = run.state("global")
+    result = joined.state("personal", "late")
     one_client = run.state("personal", 0)
     private = {key for key in start if not torch.equal(one_client[key], start[key])}
     assert private and private < set(start)
-    assert {key for key in start if not torch.equal(found[key], start[key])} == private
+    assert {key for key in start if not torch.equal(result[key], start[key])} == private
 
 
 @pytest.mark.slow
@@ -240,13 +242,15 @@ def test_what_does_not_fit_is_one_line(tiny, options, message):
 
 
 def test_classes_are_found_by_name(tiny):
-    run, data = finished(tiny), newcomer()
+    run = finished(tiny)
+    data = newcomer()
     run.info["classes"] = ["a", "b", "c"]
     plain = perada.personalize(run, data, "late", rounds=1, accelerator="cpu")
     turned = [TensorDataset(part.tensors[0], (part.tensors[1] + 2) % 3) for part in (data.train[0], data.test[0])]
     named = FederatedData([turned[0]], [turned[1]], classes=["b", "c", "a"], client_names=["late"])
     other = perada.personalize(run, named, rounds=1, accelerator="cpu")
-    one, two = plain.state("personal", "late"), other.state("personal", "late")
+    one = plain.state("personal", "late")
+    two = other.state("personal", "late")
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
@@ -277,7 +281,8 @@ def test_labels_that_the_newcomer_lacks_are_unknown():
 
 @pytest.mark.slow
 def test_one_client_is_taken_from_several_by_name(tiny):
-    run, one = finished(tiny), newcomer()
+    run = finished(tiny)
+    one = newcomer()
     several = FederatedData([tiny.data().train[0], one.train[0]], [], client_names=["far", "late"])
     chosen, alone = (perada.personalize(run, data, "late", rounds=1, accelerator="cpu") for data in (several, one))
     assert torch.equal(chosen.state("personal", 5)["0.weight"], alone.state("personal", 5)["0.weight"])
@@ -317,9 +322,9 @@ def test_a_newcomer_predicts_with_both_models(tiny, tmp_path, algorithm, fixed_s
     expected = torch.where(is_typical.unsqueeze(1), mixture, shared)
     folders = (tmp_path / "run", tmp_path / "whole")
     for predicting in (joined, *(perada.Run.load(folder, backbone=network(tiny)) for folder in folders)):
-        found = predicting.predict(images, "late")
-        assert found.typical.tolist() == is_typical.tolist()
-        torch.testing.assert_close(found.probabilities, expected)
+        actual = predicting.predict(images, "late")
+        assert actual.typical.tolist() == is_typical.tolist()
+        torch.testing.assert_close(actual.probabilities, expected)
         assert torch.equal(predicting.predict(images, 4).probabilities, run.predict(images, 4).probabilities)
 
     scores = joined.metrics["clients"]
@@ -347,9 +352,9 @@ def test_a_newcomers_folder_of_adapters_has_its_statistics(tiny, tmp_path):
     assert expected.typical.any() and not expected.typical.all()
     for written in (folder, tmp_path / "whole"):
         loaded = perada.Run.load(written, backbone=network(tiny))
-        found = loaded.predict(images, "late")
-        assert torch.equal(found.typical, expected.typical)
-        assert torch.equal(found.probabilities, expected.probabilities)
+        actual = loaded.predict(images, "late")
+        assert torch.equal(actual.typical, expected.typical)
+        assert torch.equal(actual.probabilities, expected.probabilities)
         # The others are what they were.
         assert torch.equal(loaded.predict(images, 0).probabilities, run.predict(images, 0).probabilities)
 

@@ -84,7 +84,9 @@ def test_head_and_adapter_are_drawn_from_the_seed_alone():
         assert torch.equal(torch.get_rng_state(), before)
         return get_state(module.model)
 
-    first, same, other = built(0, 1), built(0, 2), built(1, 1)
+    first = built(0, 1)
+    same = built(0, 2)
+    other = built(1, 1)
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
 

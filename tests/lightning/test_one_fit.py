@@ -17,7 +17,9 @@ from perada.lightning import FederatedLoop
 from perada.privacy import Privacy, history_epsilon
 from tests.options import sections
 
-PIXELS, CLASSES, SIGMA = 16, 3, 1000.0
+PIXELS = 16
+CLASSES = 3
+SIGMA = 1000.0
 PLAIN = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 AGAIN = r"this FederatedLoop has already been fitted.*create a new FederatedLoop"
 OTHERS = r"FederatedLoop.*FederatedClassifier"
@@ -54,11 +56,14 @@ def rejected(message, call):
 @pytest.mark.parametrize("privacy", [True, False])
 def test_another_fit_is_rejected_and_changes_nothing(privacy):
     """By the same trainer or another one, with or without more rounds, twice and a third time."""
-    one, network, served = loop(privacy), module(), data()
+    one = loop(privacy)
+    network = module()
+    served = data()
     first = trainer(one)
     first.fit(network, served)
     before = one.outcome(network)
-    state, metrics = before.state("global"), copy.deepcopy(before.metrics)
+    state = before.state("global")
+    metrics = copy.deepcopy(before.metrics)
     for other in (first, trainer(one), trainer(one, 5)):
         rejected(AGAIN, lambda other=other: other.fit(network, served))
         rejected(AGAIN, lambda other=other: other.fit(network, data()))
@@ -87,7 +92,8 @@ def test_noise_does_not_cancel_in_the_difference_of_two_rounds():
 
     dark = TensorDataset(torch.zeros(8, 1, 1, PIXELS), torch.arange(8) % CLASSES)
     served = perada.FederatedDataModule(perada.FederatedData([dark] * 2), batch_size=4)
-    one, network = loop(), module()
+    one = loop()
+    network = module()
     pl.Trainer(callbacks=[one, Kept()], max_epochs=2, **PLAIN).fit(network, served)
     moves = states[0], states[1] - states[0]
     size = float(moves[0].norm())
@@ -96,7 +102,9 @@ def test_noise_does_not_cancel_in_the_difference_of_two_rounds():
 
 
 def test_a_loop_does_not_change_its_module_or_data():
-    one, network, served = loop(), module(), data()
+    one = loop()
+    network = module()
+    served = data()
     trainer(one).fit(network, served)
     for call in (trainer(one).validate, trainer(one).test):
         rejected(OTHERS, lambda call=call: call(module(), served))
@@ -115,7 +123,9 @@ def test_a_loop_does_not_change_its_module_or_data():
 @pytest.mark.every(3)
 def test_copies_of_a_loop(copied):
     """One made before the fit is a loop of its own, with a history of its own; one made after it has been fitted."""
-    fresh, network, served = loop(), module(), data()
+    fresh = loop()
+    network = module()
+    served = data()
     early = copied(fresh)
     trainer(fresh).fit(network, served)
     rejected(OTHERS, lambda: trainer(early).fit(network, served))
@@ -127,7 +137,9 @@ def test_copies_of_a_loop(copied):
 
 
 def test_a_copy_of_all_objects_after_the_fit_has_been_fitted():
-    one, network, served = loop(), module(), data()
+    one = loop()
+    network = module()
+    served = data()
     trainer(one).fit(network, served)
     other, own, its = copy.deepcopy((one, network, served))
     rejected(AGAIN, lambda: trainer(other).fit(own, its))
@@ -146,7 +158,9 @@ def test_an_evaluation_before_the_fit_does_not_fix_its_plan(privacy):
     """Validated by a trainer of one round, or of 1,000 as by default, and fitted for three."""
     expected = None
     for before in (None, 1, 1000):
-        one, network, served = loop(Privacy(delta=1e-3, **privacy)), module(), data()
+        one = loop(Privacy(delta=1e-3, **privacy))
+        network = module()
+        served = data()
         if before:
             trainer(one, before).validate(network, served, verbose=False)
         trainer(one, 3).fit(network, served)
@@ -160,24 +174,32 @@ def test_an_evaluation_before_the_fit_does_not_fix_its_plan(privacy):
 
 @pytest.mark.slow
 def test_what_was_loaded_for_an_evaluation_is_not_trained_from_the_first_round(tmp_path):
-    one, network, served = loop(), module(), data()
+    one = loop()
+    network = module()
+    served = data()
     saving = trainer(one, 2)
     saving.fit(network, served)
     saved = str(tmp_path / "saved.ckpt")
     saving.save_checkpoint(saved)
-    other, own, its = loop(), module(), data()
+    other = loop()
+    own = module()
+    its = data()
     trainer(other, 3).validate(own, its, ckpt_path=saved, verbose=False)
     rejected("holds 2 rounds of a checkpoint that was evaluated", lambda: trainer(other, 3).fit(own, its))
     trainer(other, 3).fit(own, its, ckpt_path=saved)
     assert [record["round"] for record in other.history] == [0, 1, 2]
-    again, its_own, theirs = loop(), module(), data()
+    again = loop()
+    its_own = module()
+    theirs = data()
     trainer(again, 3).fit(its_own, theirs, ckpt_path=saved)
     (one,), (two,) = (made.outcome(net).state("global").values() for net, made in ((own, other), (its_own, again)))
     assert torch.equal(one, two)
 
 
 def test_a_trainer_that_has_counted_other_epochs_is_rejected():
-    network, served, shared = module(), data(), trainer(loop(), 1)
+    network = module()
+    served = data()
+    shared = trainer(loop(), 1)
     shared.fit(network, served)
     shared.callbacks[:] = [loop()]
     shared.fit_loop.max_epochs = 2

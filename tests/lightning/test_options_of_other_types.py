@@ -10,11 +10,9 @@ import torch
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.loggers import CSVLogger
 
-import perada
 from perada.data import ByDomain, Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile
 from perada.lightning.trainer_setup import available_cores, check_devices
 from perada.models.configurations import METHODS
-from tests.options import sections
 from tests.rejections import rejects
 
 WRONG = [
@@ -47,19 +45,19 @@ WRONG = [
 
 def test_a_class_in_a_list_of_callbacks_is_rejected(tiny):
     with rejects("callbacks", EarlyStopping, "create it"):
-        perada.finetune(tiny.net(), tiny.data(), **sections(**tiny.options | {"callbacks": [EarlyStopping]}))
+        tiny.finetune(callbacks=[EarlyStopping])
 
 
 @pytest.mark.parametrize("rounds", [np.int64(1), np.int32(1), torch.tensor(1).numpy()[()]])
 def test_numpy_integers_count_rounds(tiny, rounds):
-    run = perada.finetune(tiny.net(), tiny.data(), **sections(**tiny.options | {"rounds": rounds}))
+    run = tiny.finetune(rounds=rounds)
     assert len(run.metrics["rounds"]) == 1
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_an_option_of_another_type_is_rejected(tiny, name, value):
     with rejects(name, value):
-        perada.finetune(tiny.net(), tiny.data(), **sections(**tiny.options | {name: value}))
+        tiny.finetune(**{name: value})
 
 
 NO_DATA = FederatedData([])

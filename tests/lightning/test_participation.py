@@ -15,7 +15,6 @@ from perada.cli import main
 from perada.core.rounds import sample_cohort
 from perada.federation.participation import STALE, Participation
 from perada.results.clients import forget
-from tests.options import sections
 
 from .test_failing_clients import Later, federation
 from .test_growth import named
@@ -29,7 +28,7 @@ SECTIONS = {
 def fit(tiny, rounds=4, data=None, **options):
     settings = tiny.options | {"algorithm": "ditto", "logger": False, "distill_steps": None, "distill_batch_size": None}
     settings |= {"enable_checkpointing": False} | options
-    return perada.finetune(tiny.net(), data or tiny.data(public=False), **sections(rounds=rounds, **settings))
+    return tiny.finetune(data or tiny.data(public=False), rounds=rounds, **settings)
 
 
 def drawn(rounds, clients=5, size=2, seed=0):
@@ -176,7 +175,8 @@ def test_a_private_run_says_nothing_that_depends_on_who_failed(tiny, tmp_path, s
     for spoilt in (False, True):
         data = federation(tiny, None, bad=None)
         if spoilt:
-            data.train[1].bad, data.train[1].after = 2, 9
+            data.train[1].bad = 2
+            data.train[1].after = 9
             data.train[1].what = lambda x, y: (torch.full_like(x, 3e38), y)
         options = {"data": data, "clients_per_round": 1, "callbacks": [Later(data.train[1], 0)]}
         level = {section: SECTIONS[section] | {"max_norm": 1e-3}}
@@ -220,17 +220,18 @@ def test_the_table_of_clients_shows_last_rounds_and_what_the_mean_hides(tmp_path
         "--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu",
     ]  # fmt: skip
     main(["fit", *options])
-    shown = capsys.readouterr().out
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
+    output = capsys.readouterr().out
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines() if line.startswith("|")]
     place = table[0].index("last round")
     last = drawn(2, size=1)
     assert [row[place] for row in table[2:7]] == [str(one) if one else "never" for one in last]
     assert table[7][place] == ""
     metrics = json.loads((tmp_path / "lightning_logs" / "version_0" / "run.json").read_text())["metrics"]
-    scores, sizes = metrics["clients"]["personal/local_test"], metrics["test_images"]
+    scores = metrics["clients"]["personal/local_test"]
+    sizes = metrics["test_images"]
     assert max(sizes) > 10 * min(size for size in sizes if size)
     known = [client for client in range(5) if sizes[client]]
     weighted = np.average([scores[c] for c in known], weights=[sizes[c] for c in known])
-    assert f"Weighted by these numbers, the mean of own images is {100 * weighted:.2f}." in shown
+    assert f"Weighted by these numbers, the mean of own images is {100 * weighted:.2f}." in output
     recent = [scores[c] for c in known if last[c]]
-    assert f"that took part in the last 2 rounds: {100 * sum(recent) / len(recent):.2f}." in shown
+    assert f"that took part in the last 2 rounds: {100 * sum(recent) / len(recent):.2f}." in output

@@ -36,7 +36,9 @@ from tests.methods import make_method
 from tests.options import sections
 
 LossScaling = partial(torch.amp.GradScaler, "cpu")
-STEPS, COUNTS, CLASSES = (12, 9, 9, 4), (6, 4, 6, 5), 3
+STEPS = (12, 9, 9, 4)
+COUNTS = (6, 4, 6, 5)
+CLASSES = 3
 CLIENTS = tuple(range(10, 10 + len(STEPS)))
 OPTIMIZERS = {
     "momentum": (
@@ -71,7 +73,8 @@ def batches(wild=None):
         x = torch.randn(active, max(COUNTS[:active]), 2, 5, 5, generator=random)
         y = torch.randint(0, CLASSES, x.shape[:2], generator=random)
         if wild is not None:
-            x, y = x.double(), F.one_hot(y, CLASSES).double()
+            x = x.double()
+            y = F.one_hot(y, CLASSES).double()
         for client in range(active):
             if wild and (client, step) in WILD:
                 x[client] *= wild
@@ -85,12 +88,15 @@ def half():
 
 
 def cohort(model, training, algorithm="fedavg", engine="folded", options=None, clients=CLIENTS, chunk=None, **more):
-    algorithm, tensor_names, initial = make_method(algorithm), find_tensor_names(model, "fc"), get_state(model)
+    algorithm = make_method(algorithm)
+    tensor_names = find_tensor_names(model, "fc")
+    initial = get_state(model)
     kept = {
         role: expand(state, len(clients))
         for role, state in algorithm.initial_client_state(initial, tensor_names).items()
     }
-    plan, phases = RoundPlan(3, clients, (STEPS[: len(clients)],), chunk), (Phase("local"),)
+    plan = RoundPlan(3, clients, (STEPS[: len(clients)],), chunk)
+    phases = (Phase("local"),)
     settings = Settings(algorithm, training, Distillation(0), "uniform", phases, 0, loss_scaling=options, **more)
     received = algorithm.broadcast(Broadcast(initial, tensor_names, 3, clients, len(CLIENTS), 0))
     trainer = LocalTrainer(Engine(model, engine), tensor_names, settings)
@@ -136,7 +142,8 @@ def test_each_client_trains_as_with_a_grad_scaler_of_its_own(optimizer, engine, 
     for row, (steps, count) in enumerate(zip(STEPS, COUNTS, strict=True)):
         alone = copy.deepcopy(model)
         optimizer = make(alone.parameters())
-        scaler, skipped = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=2), 0
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=2)
+        skipped = 0
         for batch in batches()[:steps]:
             with half():
                 loss = F.cross_entropy(alone(batch.x[row, :count]).float(), batch.y[row, :count])
@@ -179,16 +186,17 @@ def test_a_skipped_step_is_one_that_was_never_taken(algorithm, optimizer):
     """In double precision with images that overflow it, so that skipping is all that the scales add."""
     if algorithm == "apfl":
         algorithm = make_algorithm("apfl", lr_alpha=0.1)
-    model, training = (
-        network().double(),
-        LocalTraining(optimizer[0], {"local": 0.05}, **optimizer[1], task=MultiLabel()),
-    )
+    model = network().double()
+    training = LocalTraining(optimizer[0], {"local": 0.05}, **optimizer[1], task=MultiLabel())
     scaling = LossScaling(2.0**126, 2.0, 0.5, 1000)
-    running, plain = cohort(model, training, algorithm, options=scaling), []
+    running = cohort(model, training, algorithm, options=scaling)
+    plain = []
     for batch in batches(wild=1e280):
         running.step(batch)
     results = running.finish()
-    kept, sent, finite = results.client_state, results.sent, results.finite
+    kept = results.client_state
+    sent = results.sent
+    finite = results.finite
     assert finite.all()
     descents = 2 if algorithm in ("perada", "ditto") or not isinstance(algorithm, str) else 1
     wanted = [descents * sum(client == row for client, _ in WILD) for row in range(len(CLIENTS))]
@@ -202,7 +210,8 @@ def test_a_skipped_step_is_one_that_was_never_taken(algorithm, optimizer):
                 one = slice(row, row + 1)
                 plain.step(CohortBatch(CLIENTS[one], batch.x[one], batch.y[one], COUNTS[one], 0, batch.step))
         alone = plain.finish()
-        kept_alone, sent_alone = alone.client_state, alone.sent
+        kept_alone = alone.client_state
+        sent_alone = alone.sent
         pairs = [(sent, sent_alone), *((kept[role], kept_alone[role]) for role in kept)]
         for got, expected in pairs:
             for key, value in expected.items():
@@ -213,7 +222,8 @@ def test_a_skipped_step_is_one_that_was_never_taken(algorithm, optimizer):
 def test_masked_optimizers_are_torchs_for_those_that_step(name):
     (kind, options), torchs = OPTIMIZERS[name]
     values = torch.randn(3, 2, 4, dtype=torch.float64)
-    stack, alone = values.clone().requires_grad_(), [value.clone().requires_grad_() for value in values]
+    stack = values.clone().requires_grad_()
+    alone = [value.clone().requires_grad_() for value in values]
     optimizer = LocalTraining(kind, {"local": 0.1}, **options).make("local", [stack], 1.0, masked=True)
     single = [torchs([leaf]) for leaf in alone]
     for step in range(6):
@@ -231,7 +241,8 @@ def test_masked_optimizers_are_torchs_for_those_that_step(name):
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_the_student_is_distilled_as_with_a_grad_scaler(kind):
     model = network()
-    state, keys = get_state(model), parameter_keys(model)
+    state = get_state(model)
+    keys = parameter_keys(model)
     random = torch.Generator().manual_seed(5)
     pairs = [(torch.randn(4, 2, 5, 5, generator=random), torch.randn(4, 3, generator=random)) for _ in range(8)]
     scales = LossScales(LossScaling(2.0**22, 2.0, 0.5, 2), 1, None, torch.device("cpu"))
@@ -281,7 +292,7 @@ def plugin(**options):
 
 def finetune(tiny, rounds=2, **options):
     options = tiny.options | {"rounds": rounds, "logger": False, "num_classes": 3} | options
-    return perada.finetune(tiny.net(), tiny.data(), **sections(**options))
+    return tiny.finetune(**options)
 
 
 def records(run, name):
@@ -427,7 +438,8 @@ def test_distillation_reads_nothing_from_the_device(scaling, kind, operations_of
     model = build_backbone("test_resnet", CLASSES, pretrained=False).model
     for parameter in model.parameters():
         parameter.requires_grad_()
-    state, keys = get_state(model), parameter_keys(model)
+    state = get_state(model)
+    keys = parameter_keys(model)
     scales = scaling and LossScales(scaling, 1, None, torch.device("cpu"))
     pairs = [(torch.randn(4, 3, 16, 16), torch.randn(4, CLASSES)) for _ in range(3)]
     options = Distillation(3, lr=0.05, optimizer=kind)

@@ -4,9 +4,7 @@
 import re
 import sys
 
-import perada
 from perada.lightning import RoundLines, RoundProgressBar, round_progress
-from tests.options import sections
 from tests.rejections import rejects
 
 SHOWN = {
@@ -19,10 +17,10 @@ SHOWN = {
 
 def test_a_file_gets_a_line_for_each_round(tiny, tmp_path, capsys):
     options = tiny.options | {"enable_progress_bar": True, "default_root_dir": tmp_path, "check_val_every_n_epoch": 2}
-    run = perada.finetune(tiny.net(), tiny.data(), **sections(rounds=4, **options))
-    said = capsys.readouterr().err
-    assert "\r" not in said
-    lines = [line for line in said.splitlines() if line.startswith("Round ")]
+    run = tiny.finetune(rounds=4, **options)
+    error_output = capsys.readouterr().err
+    assert "\r" not in error_output
+    lines = [line for line in error_output.splitlines() if line.startswith("Round ")]
     assert [line.split(":")[0] for line in lines] == [f"Round {n}/4" for n in range(1, 5)]
     assert all(re.match(r"Round \d/4: \d+\.\d s", line) for line in lines)
     assert [" left" in line for line in lines] == [True, True, True, False]
@@ -35,7 +33,7 @@ def test_a_file_gets_a_line_for_each_round(tiny, tmp_path, capsys):
 def test_a_terminal_gets_the_same_lines_above_its_bar(tiny, tmp_path, capsys):
     options = tiny.options | {"default_root_dir": tmp_path, "check_val_every_n_epoch": 2}
     options |= {"enable_progress_bar": True, "callbacks": [RoundProgressBar()]}
-    run = perada.finetune(tiny.net(), tiny.data(), **sections(rounds=2, **options))
+    run = tiny.finetune(rounds=2, **options)
     # Bars end with a carriage return, or move the cursor up.
     shown = re.split(r"[\r\n]|\x1b\[A", capsys.readouterr().err)
     lines = [line for line in shown if re.match(r"Round \d/2: \d+\.\d s", line)]
@@ -59,9 +57,9 @@ def test_a_terminal_and_a_notebook_get_bars(monkeypatch):
 def test_a_rejected_run_leaves_no_folder(tiny, tmp_path):
     options = tiny.options | {"default_root_dir": tmp_path}
     with rejects("clients_per_round", 9):
-        perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **options | {"clients_per_round": 9}))
+        tiny.finetune(rounds=1, **options | {"clients_per_round": 9})
     assert [*tmp_path.iterdir()] == []
-    perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **options))
+    tiny.finetune(rounds=1, **options)
     with rejects("clients_per_round", 9):
-        perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **options | {"clients_per_round": 9}))
+        tiny.finetune(rounds=1, **options | {"clients_per_round": 9})
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]

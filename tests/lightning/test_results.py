@@ -16,7 +16,7 @@ from tests.options import sections
 
 def fit(tiny, path, rounds=2, **options):
     options = tiny.options | {"rounds": rounds, "default_root_dir": path} | options
-    return perada.finetune(tiny.net(), options.pop("data", None) or tiny.data(), **sections(**options))
+    return tiny.finetune(options.pop("data", None) or tiny.data(), **options)
 
 
 def saved(path, version=0):
@@ -71,7 +71,8 @@ def test_scores_of_small_errors_keep_their_digits(tiny, tmp_path):
 
 
 def test_before_is_what_the_initial_models_score(ran, tiny, tmp_path):
-    untrained, data = fit(tiny, tmp_path, rounds=0), tiny.data()
+    untrained = fit(tiny, tmp_path, rounds=0)
+    data = tiny.data()
     expected = []
     for client, test_set in enumerate(data.test):
         x, y = test_set.tensors
@@ -99,7 +100,8 @@ def test_counts_of_classes_are_those_of_the_data(ran, tiny):
 
 @pytest.mark.parametrize("who", ["personal", "global"])
 def test_confusion_gives_the_accuracies(ran, who):
-    right, every = [0] * 5, [0] * 5
+    right = [0] * 5
+    every = [0] * 5
     for client, true, predicted, count in ran[0].metrics["predictions"][who]["confusion"]:
         right[client] += count * (true == predicted)
         every[client] += count
@@ -151,8 +153,8 @@ def test_labels_that_only_reading_would_tell_are_counted_where_they_are_read_any
     data = perada.data.FederatedData([Lazy(one) for one in data.train], data.test, data.public, num_classes=3)
     if not scanned:
         monkeypatch.setattr("perada.data.labels.SCAN_LIMIT", 0)
-    found = fit(tiny, tmp_path, rounds=1, data=data).metrics.get("partition", {})
-    assert found.get("train") == (counts if scanned else None)
+    result = fit(tiny, tmp_path, rounds=1, data=data).metrics.get("partition", {})
+    assert result.get("train") == (counts if scanned else None)
 
 
 def test_loggers_have_the_round(tiny, tmp_path):
@@ -167,7 +169,8 @@ def test_loggers_have_the_round(tiny, tmp_path):
 
 def test_the_history_is_a_frame(ran):
     pandas = pytest.importorskip("pandas")
-    frame, rounds = ran[0].history(), ran[0].metrics["rounds"]
+    frame = ran[0].history()
+    rounds = ran[0].metrics["rounds"]
     assert isinstance(frame, pandas.DataFrame)
     assert frame.index.tolist() == [0, 1]
     assert frame["personal/local_test"].tolist() == [row["personal/local_test"] for row in rounds]

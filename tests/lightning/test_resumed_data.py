@@ -28,7 +28,8 @@ class Items(Dataset):
     """Images that are read one by one; ``draw`` changes an image each time it is read."""
 
     def __init__(self, pairs, draw=None):
-        self.pairs, self.draw = pairs, draw
+        self.pairs = pairs
+        self.draw = draw
 
     def __len__(self):
         return len(self.pairs)
@@ -222,7 +223,8 @@ def test_of_a_large_tensor_the_first_and_the_last_image_are_hashed(monkeypatch):
         module = perada.FederatedDataModule(FederatedData([TensorDataset(pixels, y)], num_classes=3), num_classes=3)
         return module.fingerprint["train"]["images"]
 
-    first, last = x.clone(), x.clone()
+    first = x.clone()
+    last = x.clone()
     first[0] += 1
     last[-1] += 1
     assert len({*hashes(x), *hashes(first), *hashes(last)}) == 3
@@ -317,7 +319,8 @@ def test_the_files_that_are_hashed_are_the_clients_own(tmp_path):
 
     for number in range(10):
         write(tmp_path / "images", "a", f"{number}.png", number)
-    before, paths = hashes(), list(sets().manifest.paths)
+    before = hashes()
+    paths = list(sets().manifest.paths)
     for shade in range(50, 100):
         write(tmp_path / "images", "a", Path(paths[3]).name, shade)
         if list(sets().manifest.paths) == paths:  # what is a test image is drawn by its content

@@ -36,7 +36,8 @@ def test_the_time_of_all_batches_is_that_of_the_first_times_their_number(
 def test_a_run_says_it_once_and_right_after_the_first_batch(tiny, tmp_path, caplog, monkeypatch):
     """Each batch takes 50 ms, and two are two thousandths of a minute: with that limit the notice is due."""
     monkeypatch.setattr(scoring, "LONG_SCORING", 0.05)
-    step, scored = EvaluationPass.step, []
+    step = EvaluationPass.step
+    scored = []
 
     def slow(evaluation, batch, index):
         if evaluation.everywhere:  # not the scores of the initial models on their own clients' images

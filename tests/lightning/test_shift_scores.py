@@ -25,7 +25,8 @@ from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from tests.options import sections
 
-CLASSES, SEED = 3, 4
+CLASSES = 3
+SEED = 4
 
 
 def stripes(count, seed, multilabel=False):
@@ -95,8 +96,8 @@ def corrupted(image, kind, severity, place):
     """The library's own corruption of an image, drawn from the stream that docs/shifts.md names."""
     seed = derive_seed(SEED, f"shift/{kind}", severity, place)
     np.random.seed(np.frombuffer(derive_seed(seed, "numpy").to_bytes(16, "little"), dtype=np.uint32))
-    found = imagecorruptions.corrupt(np.stack([image[0].numpy()] * 3, -1), severity, kind)
-    return torch.from_numpy(found[..., 1:2].transpose(2, 0, 1).copy())
+    result = imagecorruptions.corrupt(np.stack([image[0].numpy()] * 3, -1), severity, kind)
+    return torch.from_numpy(result[..., 1:2].transpose(2, 0, 1).copy())
 
 
 def logits(model, image):
@@ -128,7 +129,9 @@ def test_the_scores_are_those_of_the_exported_models(tmp_path, multilabel):
     loaded = perada.Run.load(saved, backbone=network(seed=1))
     score = auroc if multilabel else accuracy
     images, labels, owners = pooled(multilabel)
-    last, clients, kinds = (loaded.metrics["rounds"][-1], loaded.metrics["clients"], loaded.metrics["shifts"])
+    last = loaded.metrics["rounds"][-1]
+    clients = loaded.metrics["clients"]
+    kinds = loaded.metrics["shifts"]
     models = [loaded.personal(client) for client in range(4)]
     shared = loaded.global_model()
 
@@ -145,12 +148,12 @@ def test_the_scores_are_those_of_the_exported_models(tmp_path, multilabel):
     assert last["personal/dim_std"] == pytest.approx(pstdev(means[:4]), **close)
     assert last["global/dim"] == pytest.approx(means[4], **close)
     assert set(kinds) == {"dim"}
-    for kind, found in kinds["dim"].items():
-        assert found["severity"] == [2, 5]
+    for kind, results in kinds["dim"].items():
+        assert results["severity"] == [2, 5]
         own = [curves[kind, severity] for severity in (2, 5)]
-        assert found["personal"] == pytest.approx([fmean(values[:4]) for values in own], **close)
-        assert found["personal_std"] == pytest.approx([pstdev(values[:4]) for values in own], **close)
-        assert found["global"] == pytest.approx([values[4] for values in own], **close)
+        assert results["personal"] == pytest.approx([fmean(values[:4]) for values in own], **close)
+        assert results["personal_std"] == pytest.approx([pstdev(values[:4]) for values in own], **close)
+        assert results["global"] == pytest.approx([values[4] for values in own], **close)
 
     def of_others(model, client):
         rows = [row for row, owner in enumerate(owners) if owner != client]
@@ -168,8 +171,9 @@ def test_the_scores_are_those_of_the_exported_models(tmp_path, multilabel):
 def test_every_metric_scores_the_shifts():
     """Macro F1 of each client's model on another set and on the others' images, again by scikit-learn."""
     arguments = {"new": Stripes(), "others": LabelShift()}
-    found = run(given=arguments, metric=["accuracy", "f1_macro"])
-    last, clients = found.metrics["rounds"][-1], found.metrics["clients"]
+    result = run(given=arguments, metric=["accuracy", "f1_macro"])
+    last = result.metrics["rounds"][-1]
+    clients = result.metrics["clients"]
     (images, labels, owners), new = pooled(), stripes(13, 90)
 
     def f1(model, images, labels):
@@ -177,13 +181,13 @@ def test_every_metric_scores_the_shifts():
         return f1_score(labels.tolist(), predicted, average="macro")
 
     for client in range(4):
-        model = found.personal(client)
+        model = result.personal(client)
         rows = [row for row, owner in enumerate(owners) if owner != client]
         theirs = f1(model, [images[row] for row in rows], labels[rows])
         assert clients["personal/new_f1_macro"][client] == pytest.approx(f1(model, *new), abs=1e-6)
         assert clients["personal/others_f1_macro"][client] == pytest.approx(theirs, abs=1e-6)
         assert clients["personal/new"][client] == pytest.approx(accuracy(model, *new))
-    assert last["global/new_f1_macro"] == pytest.approx(f1(found.global_model(), *new), abs=1e-6)
+    assert last["global/new_f1_macro"] == pytest.approx(f1(result.global_model(), *new), abs=1e-6)
 
 
 def scores(run):
@@ -259,8 +263,8 @@ def test_a_checkpoint_is_tested_on_what_the_fit_was(tmp_path, monkeypatch, capsy
 @pytest.mark.slow
 def test_when_they_are_scored(tmp_path):
     def rounds(when):
-        found = run(when=when, given={"others": "label_shift"})
-        return ["personal/others" in record for record in found.metrics["rounds"]]
+        result = run(when=when, given={"others": "label_shift"})
+        return ["personal/others" in record for record in result.metrics["rounds"]]
 
     assert rounds("end") == [False, True]
     assert rounds("evaluation") == [True, True]
@@ -269,7 +273,8 @@ def test_when_they_are_scored(tmp_path):
 
 @pytest.mark.slow
 def test_only_the_sample_runs_on_shifted_images():
-    some, uninterrupted = run(global_test_clients=2), run()
+    some = run(global_test_clients=2)
+    uninterrupted = run()
     sampled = sample_clients(4, 2, SEED)
     for name in ("dim", "others", "new"):
         values = some.metrics["clients"][f"personal/{name}"]
@@ -336,9 +341,9 @@ def test_models_that_are_fine_tuned_after_an_early_stop_are_scored_afresh():
     tuned = run("fedavg_ft", when="evaluation", rounds=3, callbacks=[Stop()], lr=0.2)
     assert len(tuned.metrics["rounds"]) == 1
     new = stripes(13, 90)
-    found = tuned.metrics["clients"]["personal/new"]
-    assert found == pytest.approx([accuracy(tuned.personal(client), *new) for client in range(4)])
-    assert found != pytest.approx([accuracy(tuned.global_model(), *new)] * 4)
+    result = tuned.metrics["clients"]["personal/new"]
+    assert result == pytest.approx([accuracy(tuned.personal(client), *new) for client in range(4)])
+    assert result != pytest.approx([accuracy(tuned.global_model(), *new)] * 4)
 
 
 @pytest.mark.slow
@@ -360,14 +365,16 @@ def test_an_image_that_does_not_fit_the_network_is_rejected():
 @pytest.mark.slow
 def test_two_rounds_of_draws_are_not_disturbed():
     """The shifts draw from no stream that training draws from."""
-    plain, shifted = run(given={}, when="evaluation"), run(when="evaluation")
+    plain = run(given={}, when="evaluation")
+    shifted = run(when="evaluation")
     for left, right in zip(plain.states("personal"), shifted.states("personal"), strict=True):
         assert all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_test_without_a_fit_scores_the_initial_models():
-    loop, module = FederatedLoop(Standalone()), FederatedClassifier(network(), "full")
+    loop = FederatedLoop(Standalone())
+    module = FederatedClassifier(network(), "full")
     trainer = make_trainer(loop, 1, accelerator="cpu", enable_progress_bar=False, logger=False)
     data = perada.FederatedDataModule(federation(), shifts=shifts(), shifts_when="test", eval_batch_size=7)
-    (found,) = trainer.test(module, datamodule=data, verbose=False)
-    assert found["personal/new"] == pytest.approx(accuracy(network(), *stripes(13, 90)))
+    (result,) = trainer.test(module, datamodule=data, verbose=False)
+    assert result["personal/new"] == pytest.approx(accuracy(network(), *stripes(13, 90)))

@@ -14,7 +14,9 @@ import perada
 from perada.core.checks import OptionError
 from perada.tasks import Classification, MultiLabel
 
-PIXELS, CLASSES, IMAGES = 12, 3, 6
+PIXELS = 12
+CLASSES = 3
+IMAGES = 6
 WEIGHTS = [1.0, 2.0, 0.5]
 LR = 0.1
 

@@ -39,7 +39,9 @@ class OpacusGradients:
     """The reference: Opacus on the engine's single model, whose parameters are put back, one client after another."""
 
     def __init__(self, options, engine, task):
-        self.options, self.engine, self.task = options, engine, task
+        self.options = options
+        self.engine = engine
+        self.task = task
         folded = engine.folded(random_only=True)
         self._context, self._model = folded.context, clone_outputs(folded.model)
 
@@ -57,7 +59,8 @@ class OpacusGradients:
                     gradients[key][client] = summed
         finally:
             for key, (data, trained) in before.items():
-                parameters[key].data, parameters[key].grad = data, None
+                parameters[key].data = data
+                parameters[key].grad = None
                 parameters[key].requires_grad_(trained)
         std = [sigma * self.options.max_norm for sigma in query.noise_multipliers]
         return noisy_mean(gradients, std, query.expected_batch, query.generators)
@@ -70,11 +73,13 @@ class OpacusGradients:
         kind = DPOptimizer
         bound = self.options.max_norm
         if self.options.clipping == "per_layer":
-            kind, bound = DPPerLayerOptimizer, [bound / len(leaves) ** 0.5] * len(leaves)
+            kind = DPPerLayerOptimizer
+            bound = [bound / len(leaves) ** 0.5] * len(leaves)
         sgd = torch.optim.SGD(leaves, lr=0.0)
         optimizer = kind(sgd, noise_multiplier=0.0, max_grad_norm=bound, expected_batch_size=1)
         count = query.counts[client]
-        x, y = query.x[client, :count], query.y[client, :count]
+        x = query.x[client, :count]
+        y = query.y[client, :count]
         size = self.options.physical_batch_size or max(1, count)
         model = with_grad_sample_hooks(self._model)
         try:

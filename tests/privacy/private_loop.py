@@ -42,7 +42,9 @@ from ..algorithms.problems import (
     task,
 )
 
-BOUND, SIGMA, SEED = 0.6, 0.8, 0
+BOUND = 0.6
+SIGMA = 0.8
+SEED = 0
 """The bound lies among the norms of the images' gradients; :class:`PrivateLoop` counts those on either side."""
 
 
@@ -125,7 +127,10 @@ class PrivateLoop(Reference):
         start = train("fedavg", None, rounds=0)
         self.model, self.initial = start.global_model(), start.state("global")
         self.trained = sorted(self.initial)
-        self.sigma, self.bound, self.clipped, self.whole = sigma, bound, 0, 0
+        self.sigma = sigma
+        self.bound = bound
+        self.clipped = 0
+        self.whole = 0
         self.served = perada.FederatedDataModule(task(), batch_size=BATCH)
 
     def cohort(self, round):
@@ -200,11 +205,15 @@ def fedavg(loop):
 
 def scaffold(loop):
     """Control variates are made of noisy gradients alone."""
-    w, server, clients = loop.initial, loop.zeros(), [loop.zeros() for _ in CLIENTS]
+    w = loop.initial
+    server = loop.zeros()
+    clients = [loop.zeros() for _ in CLIENTS]
     for round in range(ROUNDS):
-        updates, change = [], loop.zeros()
+        updates = []
+        change = loop.zeros()
         for m in loop.cohort(round):
-            local, n = w, steps_of(m)
+            local = w
+            n = steps_of(m)
             stream = loop.stream("local", round, m, n)
             for _ in range(n):
                 push = loop.difference(server, clients[m])
@@ -220,7 +229,8 @@ def scaffold(loop):
 
 
 def ditto(loop, distil=False):
-    w, personal = loop.initial, loop.copies()
+    w = loop.initial
+    personal = loop.copies()
     for round in range(ROUNDS):
         updates = []
         for m in loop.cohort(round):
@@ -240,7 +250,10 @@ def perada_distilled(loop):
 
 def apfl(loop, alpha=0.3, lr_alpha=0.5):
     """α follows the noisy gradient, which is all that it sees of the images."""
-    w, own, personal, alphas = loop.initial, loop.copies(), loop.copies(), [alpha] * len(SIZES)
+    w = loop.initial
+    own = loop.copies()
+    personal = loop.copies()
+    alphas = [alpha] * len(SIZES)
 
     def mixture(m, local):
         return {key: alphas[m] * own[m][key] + (1 - alphas[m]) * local[key] for key in local}
@@ -248,7 +261,8 @@ def apfl(loop, alpha=0.3, lr_alpha=0.5):
     for round in range(ROUNDS):
         updates = []
         for m in loop.cohort(round):
-            local, n = w, steps_of(m)
+            local = w
+            n = steps_of(m)
             streams = [loop.stream(role, round, m, n) for role in ("personal", "local")]
             for _ in range(n):
                 slope = streams[0].next().gradient(mixture(m, local))
@@ -263,11 +277,14 @@ def apfl(loop, alpha=0.3, lr_alpha=0.5):
 
 
 def pfedme(loop, strength=2.0, inner_steps=3):
-    w, personal = loop.initial, loop.copies()
+    w = loop.initial
+    personal = loop.copies()
     for round in range(ROUNDS):
         updates = []
         for m in loop.cohort(round):
-            outer, theta, n = w, w, steps_of(m)
+            outer = w
+            theta = w
+            n = steps_of(m)
             stream = loop.stream("personal", round, m, n)
             for _ in range(n):
                 batch = stream.next()
@@ -282,12 +299,14 @@ def pfedme(loop, strength=2.0, inner_steps=3):
 
 def fedalt_output(loop):
     """One stream for both phases, the second going on where the first ends."""
-    w, heads = loop.initial, [{key: loop.initial[key] for key in loop.trained if is_head(key)} for _ in CLIENTS]
+    w = loop.initial
+    heads = [{key: loop.initial[key] for key in loop.trained if is_head(key)} for _ in CLIENTS]
     for round in range(ROUNDS):
         updates = []
         for m in loop.cohort(round):
             n = steps_of(m)
-            stream, state = loop.stream("local", round, m, 2 * n), w | heads[m]
+            stream = loop.stream("local", round, m, 2 * n)
+            state = w | heads[m]
             state = descend(stream, n, state, LR_PERSONAL, which=is_head)
             state = descend(stream, n, state, LR_LOCAL, which=lambda key: not is_head(key))
             heads[m] = {key: state[key] for key in heads[m]}
@@ -298,12 +317,14 @@ def fedalt_output(loop):
 
 def fedsim_output(loop):
     """One gradient of both parts, clipped as one; a rate for each."""
-    w, heads = loop.initial, [{key: loop.initial[key] for key in loop.trained if is_head(key)} for _ in CLIENTS]
+    w = loop.initial
+    heads = [{key: loop.initial[key] for key in loop.trained if is_head(key)} for _ in CLIENTS]
     for round in range(ROUNDS):
         updates = []
         for m in loop.cohort(round):
             n = steps_of(m)
-            stream, state = loop.stream("local", round, m, n), w | heads[m]
+            stream = loop.stream("local", round, m, n)
+            state = w | heads[m]
             for _ in range(n):
                 gradient = stream.next().gradient(state)
                 rates = {key: LR_PERSONAL if is_head(key) else LR_LOCAL for key in gradient}

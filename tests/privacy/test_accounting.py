@@ -35,7 +35,8 @@ ALTERNATING = [(1.1, 0.02, 40), (1.5, 0.05, 20)] * 5
 
 
 def test_rdp_epsilon_equals_opacus_step_by_step():
-    ledger, opacus = Ledger(), RDPAccountant()
+    ledger = Ledger()
+    opacus = RDPAccountant()
     for sigma, rate, steps in ALTERNATING:
         ledger.add(7, sigma, rate, steps)
         for _ in range(steps):
@@ -56,7 +57,8 @@ def test_rdp_epsilon_is_the_least_of_all_of_opacus_orders(monkeypatch):
         lambda q, sigma, alpha, compute=rdp._compute_rdp: computed.append(alpha) or compute(q, sigma, alpha),
     )
     random = np.random.default_rng(0)
-    ours, best = 0, set()
+    ours = 0
+    best = set()
     for _ in range(25):
         opacus = RDPAccountant()
         opacus.history = sorted(
@@ -84,7 +86,8 @@ def test_rdp_epsilon_has_opacus_order_whether_that_is_low_or_high(sigma, steps, 
 
 
 def test_prv_epsilon_equals_opacus():
-    ledger, opacus = Ledger(), PRVAccountant()
+    ledger = Ledger()
+    opacus = PRVAccountant()
     for sigma, rate, steps in ALTERNATING[:2]:
         ledger.add(7, sigma, rate, steps)
         for _ in range(steps):
@@ -116,7 +119,8 @@ def test_shuffled_passes_cost_what_the_gaussian_mechanism_costs(sigma, passes):
 
 def test_one_poisson_step_is_amplified_exactly():
     """One step with rate q: delta(ε) = q · delta_Gauss(log(1 + (e^ε − 1) / q)), from the mixture's density."""
-    rate, sigma = 0.1, 0.5
+    rate = 0.1
+    sigma = 0.5
     exact = brentq(
         lambda epsilon: rate * gaussian_delta(math.log1p(math.expm1(epsilon) / rate), 1 / sigma) - DELTA, 0, 50
     )
@@ -142,7 +146,8 @@ def test_epsilon_is_never_negative(accountant, delta):
 
 
 def test_order_does_not_matter():
-    forward, backward = Ledger(), Ledger()
+    forward = Ledger()
+    backward = Ledger()
     for row in ALTERNATING:
         forward.add(0, *row)
     for row in reversed(ALTERNATING):
@@ -227,7 +232,8 @@ def test_a_release_composes_both_adapters():
     ledgers = Ledgers()
     ledgers.add(0, 1.3, 0.05, 100, sent=True)
     ledgers.add(0, 1.3, 0.05, 100, sent=False)
-    one, both = ledgers.server.epsilon(0, DELTA), ledgers.release.epsilon(0, DELTA)
+    one = ledgers.server.epsilon(0, DELTA)
+    both = ledgers.release.epsilon(0, DELTA)
     opacus = RDPAccountant()
     opacus.history = [(1.3, 0.05, 200)]
     assert both == opacus.get_epsilon(DELTA)
@@ -270,7 +276,8 @@ def test_the_import_of_opacus_leaves_the_root_logger_as_it_was(tmp_path, monkeyp
     (tmp_path / "opacus.py").write_text("import logging\nlogging.basicConfig()\nlogging.root.setLevel(1)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "opacus")
-    before, level = logging.root.handlers[:], logging.root.level
+    before = logging.root.handlers[:]
+    level = logging.root.level
     logging.root.handlers[:] = []
     try:
         import_opacus()

@@ -25,16 +25,17 @@ CLIENTS = 4000
 def test_error_rates_are_clopper_and_pearsons(errors, trials):
     absent = np.where(np.arange(trials) < errors, 2.0, 0.0)  # above the threshold: false positives
     present = np.where(np.arange(trials) < errors, 0.0, 2.0)
-    found = error_rates(np.concatenate([absent, present]), np.arange(2 * trials) >= trials, 1.0)
+    result = error_rates(np.concatenate([absent, present]), np.arange(2 * trials) >= trials, 1.0)
     high = stats.binomtest(errors, trials).proportion_ci(0.95, method="exact").high
-    assert found == pytest.approx((high, high), rel=1e-9)
+    assert result == pytest.approx((high, high), rel=1e-9)
 
 
 @pytest.mark.parametrize("mu", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("delta", [1e-3, 1e-5])
 def test_epsilon_of_a_gaussian_is_where_delta_is_the_integral(mu, delta):
     epsilon = gaussian_epsilon(mu, delta)
-    present, absent = stats.norm(mu), stats.norm(0)
+    present = stats.norm(mu)
+    absent = stats.norm(0)
     start = epsilon / mu + mu / 2  # from here on the density with the canary is more than e^ε of that without
     missing, _ = integrate.quad(lambda x: present.pdf(x) - math.exp(epsilon) * absent.pdf(x), start, start + 12)
     assert missing == pytest.approx(delta, rel=1e-4)
@@ -45,7 +46,8 @@ def test_bounds_hold_in_nineteen_of_twenty_audits_and_are_not_idle():
     """Noise of Laplace has ε = 1 for any δ, and Gaussian noise the ε of its μ; 2000 trials a time."""
     random = np.random.default_rng(0)
     audits = 100
-    any_bounds, gaussian_bounds = [], []
+    any_bounds = []
+    gaussian_bounds = []
     for _ in range(audits):
         present = random.random(2000) < 0.5
         any_bounds.append(lower_bounds(present + random.laplace(size=2000), present, 1e-9)[0])

@@ -26,9 +26,11 @@ from perada.privacy import clipping, history_epsilon
 from perada.privacy.journal import JOURNAL, Journal, head_file, read_journals
 from tests.options import sections
 
-from .private_loop import once
-
-PIXELS, CLASSES, SIGMA, CLIENTS, DELTA = 16, 3, 6.0, 3, 1e-3
+PIXELS = 16
+CLASSES = 3
+SIGMA = 6.0
+CLIENTS = 3
+DELTA = 1e-3
 LEVELS = {
     "images": {"privacy": {"noise_multiplier": SIGMA, "delta": DELTA}},
     "clients": {"client_privacy": {"noise_multiplier": SIGMA, "delta": DELTA}},
@@ -36,9 +38,7 @@ LEVELS = {
 RESUMED = "ignore:(client_)?privacy. round .* was already begun once:UserWarning"
 
 
-@pytest.fixture(autouse=True)
-def _quick_epsilon(monkeypatch):
-    monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)
+pytestmark = pytest.mark.usefixtures("quick_epsilon")
 
 
 def federation(clients=CLIENTS):
@@ -52,7 +52,8 @@ def fit(root, rounds=3, callbacks=(), ckpt_path=None, **options):
     nn.init.zeros_(layer.weight)
     common = {"adapter": "full", "algorithm": "perada_no_kd", "batch_size": "full", "lr_local": 0.1, "local_steps": 1}
     common |= {"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": str(root)}
-    network, given = nn.Sequential(nn.Flatten(), layer), {"callbacks": list(callbacks), "ckpt_path": ckpt_path}
+    network = nn.Sequential(nn.Flatten(), layer)
+    given = {"callbacks": list(callbacks), "ckpt_path": ckpt_path}
     return perada.finetune(network, federation(), **sections(rounds=rounds, **common | given | options))
 
 
@@ -64,7 +65,8 @@ class Crash(pl.Callback):
     """Raises in a round: after it was opened, after its local step, or after it was closed."""
 
     def __init__(self, round, when):
-        self.round, self.when = round, when
+        self.round = round
+        self.when = when
 
     def _at(self, trainer, when):
         if (trainer.current_epoch, self.when) == (self.round, when) and trainer.state.fn == "fit":
@@ -414,7 +416,8 @@ def test_a_crash_between_journal_and_head_is_healed(tmp_path, monkeypatch):
 
 
 def test_a_link_is_neither_read_nor_written(tmp_path):
-    other, path = tmp_path / "other", tmp_path / JOURNAL
+    other = tmp_path / "other"
+    path = tmp_path / JOURNAL
     Journal([other]).write(entry("one"))
     path.symlink_to(other)
     before = other.read_text()
@@ -523,7 +526,8 @@ def test_two_runs_that_write_into_one_folder_do_not_count_each_others_rounds(tmp
 @pytest.mark.slow
 def test_branches_know_of_each_other_where_they_are_moved_together(tmp_path, moved):
     """B and D are resumed from A, and D's round is in the journals of A and D."""
-    root, options = tmp_path / "before", LEVELS["images"]
+    root = tmp_path / "before"
+    options = LEVELS["images"]
     fit(root, 1, **options)
     start = str(checkpoints(root) / "last.ckpt")
     fit(root, 2, ckpt_path=start, **options)
@@ -569,7 +573,8 @@ def test_an_id_that_perada_did_not_write_is_not_written_into_a_journal(tmp_path)
 def test_a_strangers_checkpoint_does_not_have_anything_written_to_other_files(tmp_path, name):
     fit(tmp_path, 1, **LEVELS["images"])
     path = checkpoints(tmp_path) / "last.ckpt"
-    target, saved = tmp_path / "home" / name, torch.load(path, weights_only=True)
+    target = tmp_path / "home" / name
+    saved = torch.load(path, weights_only=True)
     target.parent.mkdir()
     target.write_text("mine\n" if name != JOURNAL else "{mine}\n")
     saved["perada"]["federation"]["privacy"]["journals"].append(str(target))

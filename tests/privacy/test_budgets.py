@@ -18,15 +18,13 @@ from perada.core.seeding import generator
 from perada.lightning import FederatedLoop
 
 from ..algorithms.problems import BATCH, CLIENTS, CLIENTS_PER_ROUND, SIZES, assert_equal, task
-from .private_loop import SEED, once, rate, steps_of, train
+from .private_loop import SEED, rate, steps_of, train
 
 DELTA = 1e-3
 WITHOUT_KD = PerAda(distill=False)
 
 
-@pytest.fixture(autouse=True)
-def _quick_epsilon(monkeypatch):
-    monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)
+pytestmark = pytest.mark.usefixtures("quick_epsilon")
 
 
 def saving(folder, *more):
@@ -79,7 +77,8 @@ class Cohorts(pl.Callback):
     """Who takes part in each round."""
 
     def __init__(self, stop_after=None):
-        self.cohorts, self.stop_after = [], stop_after
+        self.cohorts = []
+        self.stop_after = stop_after
 
     def on_train_epoch_start(self, trainer, pl_module):
         self.cohorts.append(set(pl_module.federation.cohort.plan.clients))
@@ -116,7 +115,8 @@ def played(sigma, limit, rounds, per_step):
 @pytest.mark.parametrize(("ledger", "per_step"), [("release", 2), ("server", 1)])
 @pytest.mark.every(2)
 def test_clients_leave_in_the_round_that_they_cannot_afford(ledger, per_step):
-    sigma, limit = 4.0, 1.5
+    sigma = 4.0
+    limit = 1.5
     privacy = {"noise_multiplier": sigma, "delta": DELTA, "max_epsilon": limit, "ledger": ledger}
     expected, spent = played(sigma, limit, 40, per_step)
     assert 3 < len(expected) < 40

@@ -94,8 +94,8 @@ def test_clipping_equals_a_plain_loop():
         assert norms[client].item() == pytest.approx(norm, rel=1e-12)
         shortened += norm > 1.5
         expected = delta * (1.5 / norm if norm > 1.5 else 1.0)
-        found = np.concatenate([clipped[key][client].numpy().ravel() for key in SHAPES])
-        assert found == pytest.approx(expected, rel=1e-12)
+        actual = np.concatenate([clipped[key][client].numpy().ravel() for key in SHAPES])
+        assert actual == pytest.approx(expected, rel=1e-12)
     assert 0 < shortened < 5
 
 
@@ -183,14 +183,17 @@ def noise_of(result, received, clipped):
 def test_the_sum_has_the_stated_noise(secure, monkeypatch):
     """The variances of the summed noise and of a share follow their chi-square distributions, with a fixed seed."""
     if secure:  # the cryptographic source has no seed: a stand-in, which records how it was called
-        source, calls = random(11), []
+        source = random(11)
+        calls = []
 
         def stand_in(like):
             calls.append((tuple(like.shape), like.dtype))
             return torch.randn(like.shape, dtype=torch.float64, generator=source)
 
         monkeypatch.setattr(clipping, "secure_noise", stand_in)
-    clients, values, std = 8, 20_000, 0.5 * 3.0
+    clients = 8
+    values = 20_000
+    std = 0.5 * 3.0
     received = {"w": torch.zeros(clients, values, dtype=torch.float64)}
     updates = {"w": torch.randn(clients, values, generator=random(5), dtype=torch.float64)}
     clipped, _ = clip_updates(updates, received, 0.5)
@@ -223,8 +226,11 @@ def test_split_noise_solves_its_equation(count_noise):
 
 def test_both_queries_together_cost_the_total():
     """Two Gaussian queries in one round compose to the one that the ledger counts (Rényi costs add up)."""
-    z, count_noise, rounds = 1.2, 2.0, 9
-    two, one = RDPAccountant(), RDPAccountant()
+    z = 1.2
+    count_noise = 2.0
+    rounds = 9
+    two = RDPAccountant()
+    one = RDPAccountant()
     for _ in range(rounds):
         two.step(noise_multiplier=split_noise(z, count_noise), sample_rate=1.0)
         two.step(noise_multiplier=2 * count_noise, sample_rate=1.0)  # a vote is ±1/2
@@ -255,9 +261,11 @@ def test_noisy_share():
 
 def test_the_norm_follows_the_quantile():
     """Clients' norms are log-normal: S ends near the quantile of that distribution, from above and from below."""
-    source, target = random(1), float(stats.lognorm(0.5, scale=4.0).ppf(0.3))
+    source = random(1)
+    target = float(stats.lognorm(0.5, scale=4.0).ppf(0.3))
     for start in (0.05, 300.0):
-        norm, late = start, []
+        norm = start
+        late = []
         for step in range(300):
             norms = (0.5 * torch.randn(100, generator=source, dtype=torch.float64)).exp() * 4.0
             norm *= math.exp(-0.2 * (noisy_share(norms, norm, 5.0, source) - 0.3))
@@ -299,7 +307,9 @@ def test_the_noise_of_the_count_is_drawn_anew_unless_it_is_a_test():
 
 def test_the_change_is_not_rounded_before_the_noise_is_in_it():
     """Near 10⁵ the places of float32 are 1/128 apart, and the clipped change is less than half of that."""
-    values, rate, std = 40_000, 0.05, 0.05
+    values = 40_000
+    rate = 0.05
+    std = 0.05
     received = {"w": torch.full((1, values), 1e5)}
     updates = {"w": received["w"] + 0.0625}
     bound = rate * 0.0625 * values**0.5
@@ -309,7 +319,8 @@ def test_the_change_is_not_rounded_before_the_noise_is_in_it():
 
 def test_adaptive_noise_is_the_larger_one():
     """The updates' noise is that of z_Δ, not of z."""
-    clients, values = 16, 20_000
+    clients = 16
+    values = 20_000
     received = {"w": torch.zeros(clients, values, dtype=torch.float64)}
     options = ClientPrivacy(1.0, clipping="adaptive", count_noise=0.6, max_norm=0.5, secure_rng=False)
     result = counted(ClientLevel(options, 4, clients), received, received, 0, range(clients))
@@ -613,7 +624,10 @@ class TakesOneClient(FedAvg):
 @pytest.mark.parametrize("options", [{}, {"clipping": "adaptive", "count_noise": 9.0}], ids=["fixed", "adaptive"])
 def test_the_servers_step_sees_the_noisy_mean_in_every_row(options):
     """And that has the noise z · S / C, not the z · S / √C of a row. No client has a gradient."""
-    clients, values, z, bound = 4, 20_000, 3.0, 0.5
+    clients = 4
+    values = 20_000
+    z = 3.0
+    bound = 0.5
     dark = TensorDataset(torch.zeros(3, 1, 1, values // 2), torch.arange(3) % 2)
     TakesOneClient.seen.clear()
     run = perada.finetune(

@@ -70,9 +70,12 @@ def integers(clipped):
 @pytest.mark.parametrize("bits", [8, 24, 40])
 def test_the_norm_of_what_is_added_is_at_most_s(bits):
     """In exact arithmetic; also where a change is as long as S but for the last bit, or all in single precision."""
-    sums, source, close = SecureSums(fraction_bits=bits), torch.Generator().manual_seed(bits), 0
+    sums = SecureSums(fraction_bits=bits)
+    source = torch.Generator().manual_seed(bits)
+    close = 0
     for trial in range(72):
-        numbers, kind = (1, 7, 2000)[trial % 3], (torch.float32, torch.float64)[trial % 2]
+        numbers = (1, 7, 2000)[trial % 3]
+        kind = (torch.float32, torch.float64)[trial % 2]
         delta = torch.randn(numbers, generator=source, dtype=kind).double() * 10.0 ** (trial % 5 - 2)
         bound = (0.7, 1.0, 3.3)[trial % 3]
         if trial % 4 == 0:  # of length S as far as floating-point numbers can say
@@ -106,8 +109,8 @@ def test_clipping_equals_a_plain_loop():
         norm = math.sqrt(math.fsum(float(value) ** 2 for value in delta))
         shortened += norm > 1.5
         expected = [math.trunc(float(value) * min(1.0, 1.5 / norm) * 2**24) for value in delta]
-        found = integers({key: uninterrupted[key] for key in SHAPES})
-        assert max(abs(one - other) for one, other in zip(found, expected, strict=True)) <= 1  # by the margin
+        actual = integers({key: uninterrupted[key] for key in SHAPES})
+        assert max(abs(one - other) for one, other in zip(actual, expected, strict=True)) <= 1  # by the margin
     assert 0 < shortened < 5
 
 
@@ -131,8 +134,12 @@ def test_who_is_not_finite_adds_noise_alone(bad):
 @pytest.mark.parametrize("secure", [False, True])
 def test_the_sum_has_the_planned_noise_also_without_those_who_went(gone, secure):
     """Of ten clients seven must be there: their noise is z S, and that of all ten √(10/7) times as much."""
-    clients, values, z, bound = 10, 20_000, 3.0, 0.5
-    level, sums = level_of(z, clients, max_norm=bound, secure_rng=secure), SecureSums()
+    clients = 10
+    values = 20_000
+    z = 3.0
+    bound = 0.5
+    level = level_of(z, clients, max_norm=bound, secure_rng=secure)
+    sums = SecureSums()
     assert sums.least(clients) == 7
     state = {"w": torch.zeros(values)}
     parts = [level.contribution(state, state, clients, 0, client)["w"] for client in range(clients - gone)]
@@ -181,7 +188,8 @@ def test_a_sum_of_rounded_gaussians_is_a_gaussian_after_post_processing(sigma, a
 def delta_of(probabilities, shift, epsilon):
     """δ of a mechanism on whole numbers at ε, both ways round."""
     wide = np.pad(probabilities, shift)
-    one, other = wide, np.roll(wide, shift)
+    one = wide
+    other = np.roll(wide, shift)
     return max(np.maximum(a - math.exp(epsilon) * b, 0).sum() for a, b in ((one, other), (other, one)))
 
 
@@ -196,7 +204,8 @@ def analytic(sigma, shift, epsilon):
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 3.0])
 def test_the_sum_costs_no_more_than_the_gaussian_of_its_variance(shift, epsilon):
     probabilities = sum_of_two(MIN_GRID_STEPS, 120)
-    spent, allowed = delta_of(probabilities, shift, epsilon), analytic(MIN_GRID_STEPS * math.sqrt(2), shift, epsilon)
+    spent = delta_of(probabilities, shift, epsilon)
+    allowed = analytic(MIN_GRID_STEPS * math.sqrt(2), shift, epsilon)
     assert 0.9 * allowed < spent <= allowed + 1e-14
 
 
@@ -240,11 +249,13 @@ def test_rounds_equal_a_plain_loop_in_whole_numbers(clipping):
     options = {"max_norm": 2.0}
     if clipping == "adaptive":
         options |= {"clipping": clipping, "count_noise": 2.0, "quantile": 0.8, "clip_lr": 0.5}
-    level, norm, clients = level_of(**options), 2.0, (7, 3, 0, 9, 4)
+    level = level_of(**options)
+    norm = 2.0
+    clients = (7, 3, 0, 9, 4)
     noise = split_noise(1.0, 2.0) if clipping == "adaptive" else 1.0
     for number in range(4):
         updates, received = problem(number)
-        found = level.mean_change(Updates(updates), received, number, clients)
+        result = level.mean_change(Updates(updates), received, number, clients)
         names = sorted([*SHAPES, *([VOTE] if clipping == "adaptive" else [])])
         totals = {}
         for place, client in enumerate(clients):
@@ -258,12 +269,12 @@ def test_rounds_equal_a_plain_loop_in_whole_numbers(clipping):
                 deviation = (2.0 if key == VOTE else norm * noise) / math.sqrt(4) * 2**24
                 own = [int(one) + round(d * deviation) for one, d in pairs(clipped[key], drawn)]
                 totals[key] = [a + b for a, b in zip(totals.get(key, [0] * len(own)), own, strict=True)]
-        assert sorted(found) == names
+        assert sorted(result) == names
         for key in names:
-            assert found[key].flatten().tolist() == [total / 2**24 / 5 for total in totals[key]], key
-        moved = level.apply_mean_change(of_client(received, 0), found, 5)
+            assert result[key].flatten().tolist() == [total / 2**24 / 5 for total in totals[key]], key
+        moved = level.apply_mean_change(of_client(received, 0), result, 5)
         for key in SHAPES:
-            assert torch.equal(moved[key], received[key][0] + found[key])
+            assert torch.equal(moved[key], received[key][0] + result[key])
         assert moved.keys() == received.keys() and moved[COUNTER] == 7
         if clipping == "adaptive":
             norm *= math.exp(-0.5 * (0.5 + totals[VOTE][0] / 2**24 / 5 - 0.8))
@@ -305,7 +316,10 @@ class Spy(FedAvg):
 
 def test_the_servers_step_sees_the_mean_alone_with_all_of_the_noise():
     """No client has a gradient. Of four, three must be there: the sum's noise is √(4/3) z S, in multiples of 2^-24."""
-    clients, values, z, bound = 4, 20_000, 3.0, 0.5
+    clients = 4
+    values = 20_000
+    z = 3.0
+    bound = 0.5
     dark = TensorDataset(torch.zeros(3, 1, 1, values // 2, dtype=torch.float64), torch.arange(3) % 2)
     Spy.seen.clear()
     run = perada.finetune(
@@ -361,7 +375,8 @@ def test_epsilon_equals_opacus_and_the_card_says_against_whom():
 
 
 def test_a_run_that_was_once_without_sums_does_not_hold_against_the_server():
-    plain, hidden = level_of(sums=None), level_of()
+    plain = level_of(sums=None)
+    hidden = level_of()
     for first, then, holds in (
         (hidden, level_of(), True),
         (plain, level_of(), False),

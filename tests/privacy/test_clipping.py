@@ -43,9 +43,9 @@ def factors(gradients, mask, *bound):
 
 def clipped(gradients, mask, *bound):
     """The clipped sums."""
-    found = factors(gradients, mask, *bound)
+    result = factors(gradients, mask, *bound)
     return {
-        name: PerSampleGrads(gradient.flatten(0, 1)).weighted_sums(found[name]) for name, gradient in gradients.items()
+        name: PerSampleGrads(gradient.flatten(0, 1)).weighted_sums(result[name]) for name, gradient in gradients.items()
     }
 
 
@@ -79,13 +79,13 @@ def test_sums_equal_a_plain_loop(method, max_norm):
 def test_no_image_has_more_than_its_share(method, max_norm, dtype):
     gradients, mask = make()
     gradients = {name: g.to(dtype) for name, g in gradients.items()}
-    found = factors(gradients, mask, max_norm, method)
-    assert all((factor[~mask] == 0).all() for factor in found.values())
+    result = factors(gradients, mask, max_norm, method)
+    assert all((factor[~mask] == 0).all() for factor in result.values())
     largest = 0.0
     for client in range(3):
         for index in range(6):
             if mask[client, index]:
-                parts = [(g[client, index] * found[name][client, index]).double() for name, g in gradients.items()]
+                parts = [(g[client, index] * result[name][client, index]).double() for name, g in gradients.items()]
                 norm = math.sqrt(sum(part.square().sum().item() for part in parts))
                 assert norm <= max_norm * (1 + 4 * torch.finfo(dtype).eps)
                 largest = max(largest, norm)
@@ -141,7 +141,8 @@ def sources(count, seed=0):
 
 
 def test_noise_is_gaussian_with_each_clients_deviation():
-    stds, sizes = [0.5, 2.0], [4.0, 10.0]
+    stds = [0.5, 2.0]
+    sizes = [4.0, 10.0]
     summed = {"a": torch.full((2, 4000), 3.0, dtype=torch.float64), "b": torch.zeros(2, 4000, dtype=torch.float64)}
     out = noisy_mean(summed, stds, sizes, sources(2))
     standard = {

@@ -20,16 +20,15 @@ from perada.tasks import Classification
 from tests.options import sections
 
 from ..algorithms.problems import QUIET
-from .private_loop import once
 
 MIXES = "privacy: an image's output in training depends on the other images of its batch"
 REMEMBERS = "privacy: the network retains state from the images that it sees in training"
-SIZES, BATCH, CLASSES = (40, 25, 33), 16, 3
+SIZES = (40, 25, 33)
+BATCH = 16
+CLASSES = 3
 
 
-@pytest.fixture(autouse=True)
-def _quick_epsilon(monkeypatch):
-    monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)
+pytestmark = pytest.mark.usefixtures("quick_epsilon")
 
 
 class Network(nn.Module):
@@ -435,7 +434,8 @@ def test_the_model_itself_is_left_as_it_was():
     engine = Engine(network)
     before = {key: value.clone() for key, value in network.state_dict().items()}
     states = {key: value.clone().requires_grad_() for key, value in expand(get_state(network), 2).items()}
-    x, y = torch.randn(2, 5, 1, 6, 6), torch.arange(10).view(2, 5) % CLASSES
+    x = torch.randn(2, 5, 1, 6, 6)
+    y = torch.arange(10).view(2, 5) % CLASSES
     check_one_image(Privacy(1.0), engine, states, x, y, (5, 3), Classification())
     assert network.between.p == 0.5
     assert {value.dtype for value in network.state_dict().values()} == {torch.float32}

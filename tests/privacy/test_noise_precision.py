@@ -20,15 +20,15 @@ from perada.privacy.gradients import PerSampleGrads
 from tests.options import sections
 
 from ..algorithms.problems import QUIET
-from .private_loop import once
 
-PIXELS, CLASSES, BOUND, SIGMA = 400, 5, 0.5, 1.5
+PIXELS = 400
+CLASSES = 5
+BOUND = 0.5
+SIGMA = 1.5
 LEVEL = 1e-6
 
 
-@pytest.fixture(autouse=True)
-def _quick_epsilon(monkeypatch):
-    monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)
+pytestmark = pytest.mark.usefixtures("quick_epsilon")
 
 
 def network(dtype=torch.float32):
@@ -64,9 +64,12 @@ NOISES = [
 @pytest.mark.parametrize(("engine", "dtype", "precision"), NOISES)
 @pytest.mark.every(6)
 def test_all_coordinates_get_the_stated_noise(engine, dtype, precision):
-    images, options = 20_000, {"noise_multiplier": SIGMA, "max_norm": BOUND, "delta": 1e-5}
+    images = 20_000
+    options = {"noise_multiplier": SIGMA, "max_norm": BOUND, "delta": 1e-5}
     if engine == "clients":
-        chosen, std = {"client_privacy": options}, SIGMA * BOUND  # of the one client's change
+        # of the one client's change
+        chosen = {"client_privacy": options}
+        std = SIGMA * BOUND
     else:
         chosen = {"privacy": options | {"engine": engine, "physical_batch_size": 5000}}
         std = SIGMA * BOUND / images  # of the mean gradient, and of the weights after a step of rate 1
@@ -162,8 +165,8 @@ def test_parts_for_use_alone_sum_in_double_precision_and_reject_half():
 def test_the_noise_is_rounded_once_together_with_the_sum():
     """A sum of 2**24 has no room for less than 2; noise of 0.4, rounded to its place, would be lost or doubled."""
     summed = {"w": torch.full((1, 200_000), 2.0**24)}
-    found = noisy_mean(summed, 0.4, [2.0**24], None)["w"].double()[0]
-    steps = ((found - 1) * 2.0**24).round()
+    actual = noisy_mean(summed, 0.4, [2.0**24], None)["w"].double()[0]
+    steps = ((actual - 1) * 2.0**24).round()
     # The law of the rounded sum: below 2**24 the places are 1 apart, above it 2.
     expected = {-1.0: stats.norm.cdf(-0.5 / 0.4) - stats.norm.cdf(-1.5 / 0.4), 2.0: stats.norm.sf(1 / 0.4)}
     for step, share in expected.items():

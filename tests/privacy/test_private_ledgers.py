@@ -29,14 +29,12 @@ from perada.privacy.account import Account, QueryPlan
 from tests.methods import NAMED, make_method
 
 from ..algorithms.problems import ADAPTER_OF, BATCH, CLIENTS, LORA, ROUNDS, SIZES, assert_equal, distance
-from .private_loop import PrivateLoop, once, rate, steps_of, train
+from .private_loop import PrivateLoop, rate, steps_of, train
 
 DELTA = 1e-3
 
 
-@pytest.fixture(autouse=True)
-def _quick_epsilon(monkeypatch):
-    monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)
+pytestmark = pytest.mark.usefixtures("quick_epsilon")
 
 
 CHEAP = {"noise_multiplier": 0.0, "max_norm": 0.6, "delta": DELTA}
@@ -61,7 +59,9 @@ class Rounds(pl.Callback):
 
 def run_with(name, monkeypatch, other=()):
     """Three rounds in which the streams ``other`` see other images; also the streams that there were, by kind."""
-    seen, tuned, item = set(), set(), RoundBatches.__getitem__
+    seen = set()
+    tuned = set()
+    item = RoundBatches.__getitem__
 
     def changed(self, step):
         batches = item(self, step)
@@ -343,7 +343,8 @@ def test_ledgers_hold_what_was_counted_by_hand(case, tmp_path):
 
 def test_the_most_gradients_of_any_phase_are_counted_for_shuffled_passes():
     """A pass goes on from one phase to the next: an image may be in a batch of either, with one gradient or three."""
-    phases, options = (Phase("a", 1), Phase("b", 1)), Privacy(noise_multiplier=2.0, sampling="shuffle", delta=DELTA)
+    phases = (Phase("a", 1), Phase("b", 1))
+    options = Privacy(noise_multiplier=2.0, sampling="shuffle", delta=DELTA)
     for queries in (({"local": 1}, {"local": 3}), ({"local": 3}, {"local": 1})):
         account = Account(options, [10], 4, QueryPlan(phases, queries))
         assert account.round_costs(make_plan(0, [0], [10], phases, 4)) == [(0, 2.0 / 3**0.5, 1.0, 2, True)]
@@ -361,7 +362,8 @@ def test_the_least_noise_of_all_parts_of_a_run_is_kept(former, later):
 
 
 def test_no_epsilon_is_planned_where_the_number_of_rounds_is_open():
-    phases, options = (Phase("local", 1),), Privacy(noise_multiplier=2.0, delta=DELTA)
+    phases = (Phase("local", 1),)
+    options = Privacy(noise_multiplier=2.0, delta=DELTA)
     queries = QueryPlan(phases, ({"local": 1},))
     assert Account(options, [10], 5, queries).planned_epsilons(1) == {}
     planned = Account(options, [10], 5, queries, planned=lambda start: [3 - start]).planned_epsilons(1)
@@ -383,7 +385,8 @@ def test_published_epsilon_of_the_mnist_example(sigma, epochs, published):
     They are from before both converted by Balle et al. 2020: ε was the least RDP(α) − log δ / (α − 1) (Mironov 2017,
     proposition 3). The newer conversion adds log(1 − 1/α) − log α / (α − 1), which is negative.
     """
-    q, steps = 256 / 60000, epochs * 60000 // 256
+    q = 256 / 60000
+    steps = epochs * 60000 // 256
     orders = [1 + x / 10 for x in range(1, 100)] + list(range(12, 64))
     rdp = compute_rdp(q=q, noise_multiplier=sigma, steps=steps, orders=orders)
     classic = [value - math.log(1e-5) / (alpha - 1) for alpha, value in zip(orders, rdp, strict=True)]

@@ -19,15 +19,13 @@ from perada.data import IID, Digits
 from perada.server import FLTrust
 
 from ..algorithms.problems import SIZES, network, task
-from .private_loop import once, train
+from .private_loop import train
 
 PRIVATE = {"noise_multiplier": 8.0, "delta": 1e-3}
 WITHOUT_KD = PerAda(distill=False)
 
 
-@pytest.fixture(autouse=True)
-def _quick_epsilon(monkeypatch):
-    monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)
+pytestmark = pytest.mark.usefixtures("quick_epsilon")
 
 
 class Started(pl.Callback):
@@ -372,7 +370,8 @@ def test_gradients_that_the_ledgers_do_not_count_are_not_given():
 
 
 def test_fewer_gradients_than_rehearsed_are_counted_as_rehearsed():
-    fewer, twice = Fewer(), Growing()
+    fewer = Fewer()
+    twice = Growing()
     for algorithm, rounds in ((fewer, 2), (twice, 1)):
         assert len(train(algorithm, PRIVATE, rounds=rounds).metrics["rounds"]) == rounds
     spent = train(fewer, PRIVATE | {"accountant": "rdp"}, rounds=2).metrics["clients"]["privacy/server_epsilon"]

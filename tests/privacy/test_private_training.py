@@ -113,7 +113,8 @@ def assert_standard_normal(z):
 def test_one_step_has_the_stated_noise():
     """Private minus noiseless step: −lr · N(0, (σ C)²) / n with full batches."""
     sizes, run = many_clients(40, rounds=1, local_steps=1, batch_size="full")
-    bound, sigma = 0.3, 1.7
+    bound = 0.3
+    sigma = 1.7
     noisy, plainly = (run("standalone", private(s, max_norm=bound)) for s in (sigma, 0.0))
     rows = [
         torch.cat([(noisy.state("personal", m)[key] - value).flatten() for key, value in own.items()])
@@ -132,7 +133,8 @@ def test_one_step_has_the_stated_noise():
 @pytest.mark.parametrize("engine", ["folded", "opacus"])
 def test_noise_is_independent_between_clients_roles_rounds_and_steps(monkeypatch, engine):
     """With a bound of 1e-6 and σ = 1e6 a step is its noise, with a standard deviation of 1 / (n q), to 1e-5."""
-    moves, step = [], Chunk.step
+    moves = []
+    step = Chunk.step
 
     def spy(self, batches):
         before = {role: {k: v.clone() for k, v in state.items()} for role, state in self.full.items()}
@@ -170,7 +172,8 @@ def test_each_client_has_the_noise_that_was_calibrated_for_it(monkeypatch):
         data,
         **sections(algorithm="standalone", rounds=1, privacy=privacy, **options | QUIET),
     )
-    noise, took_part = run.info["privacy"]["sample"]["noise_multipliers"], 0
+    noise = run.info["privacy"]["sample"]["noise_multipliers"]
+    took_part = 0
     assert noise[:4] == pytest.approx([3.0, 1 + 8 / 6, 1 + 8 / 12, 1 + 8 / 24])
     for client, (size, sigma) in enumerate(zip(sizes, noise, strict=True)):
         (value,) = run.state("personal", client).values()
@@ -230,12 +233,15 @@ def test_chunks_do_not_change_dropout():
 def test_secure_draws_follow_from_no_seed(engine, sampling):
     """With full batches the noise alone differs, and it has the stated size."""
     sizes, run = many_clients(20, rounds=1, local_steps=1, batch_size="full")
-    bound, sigma = 0.3, 1.7
+    bound = 0.3
+    sigma = 1.7
     privacy = private(sigma, max_norm=bound, secure_rng=True, engine=engine, sampling=sampling)
-    first, second = run("standalone", privacy), run("standalone", privacy)
+    first = run("standalone", privacy)
+    second = run("standalone", privacy)
     rows = []
     for m, n in enumerate(sizes):
-        ours, theirs = first.state("personal", m), second.state("personal", m)
+        ours = first.state("personal", m)
+        theirs = second.state("personal", m)
         rows.append(torch.cat([(ours[key] - theirs[key]).flatten() for key in ours]) / (0.5 * sigma * bound / n))
     z = torch.stack(rows) / 2**0.5
     low, high = chi2.ppf([1e-9, 1 - 1e-9], z.numel())  # no seed can be fixed: 1 in 10⁹ runs fails
@@ -259,7 +265,8 @@ def test_runs_repeat_and_depend_on_the_seed():
 
 
 def test_no_training_loss_is_reported():
-    run, ordinary = train("ditto", private(SIGMA)), train("ditto", None)
+    run = train("ditto", private(SIGMA))
+    ordinary = train("ditto", None)
     assert [name for name in run.metrics["rounds"][-1] if name.startswith("train/")] == []
     assert {"train/personal_loss", "train/local_loss"} <= set(ordinary.metrics["rounds"][-1])
     assert len(SIZES) == run.num_clients

@@ -57,15 +57,15 @@ def names(content, above=""):
 
 def scored(folder):
     """Where files of a folder have a score: a name of one in run.json, or a percentage in a card."""
-    found = set()
+    result = set()
     for path in sorted(folder.rglob("*")):
         if path.name == "run.json":
             metrics = json.loads(path.read_text())["metrics"]
-            found |= {name for name in names(metrics) if any(f"/{kind}" in name for kind in SCORE_PREFIXES)}
-            found |= {name for name in metrics if name not in ("rounds", "clients")}
+            result |= {name for name in names(metrics) if any(f"/{kind}" in name for kind in SCORE_PREFIXES)}
+            result |= {name for name in metrics if name not in ("rounds", "clients")}
         elif path.suffix == ".md":
-            found |= {line for line in path.read_text().splitlines() if re.search(r"\d %", line)}
-    return found
+            result |= {line for line in path.read_text().splitlines() if re.search(r"\d %", line)}
+    return result
 
 
 @cache

@@ -99,9 +99,10 @@ def test_uniform_is_53_bits_of_the_generators_bytes(counter):
 def test_normal_is_a_sum_of_draws_of_box_and_muller(counter, monkeypatch, dtype, draws, block):
     """In float64 half the sum of four draws, in float32 one; both halves of a pair are used."""
     monkeypatch.setattr(sampling, "_BLOCK", block)
-    found = secure_normal((5, 1), dtype)
-    assert found.shape == (5, 1)
-    words, expected = iter(counter.given), []
+    actual = secure_normal((5, 1), dtype)
+    assert actual.shape == (5, 1)
+    words = iter(counter.given)
+    expected = []
     for start in range(0, 5, block):
         count = min(block, 5 - start)
         width = math.ceil(count / 2)
@@ -114,7 +115,7 @@ def test_normal_is_a_sum_of_draws_of_box_and_muller(counter, monkeypatch, dtype,
         expected += [value / math.sqrt(draws) for value in both[:count]]
     assert next(words, None) is None
     # An absolute part, since the sine of 2πv is as exact as 2πv is.
-    assert found.flatten().tolist() == pytest.approx(expected, rel=torch.finfo(torch.float64).eps, abs=1e-14)
+    assert actual.flatten().tolist() == pytest.approx(expected, rel=torch.finfo(torch.float64).eps, abs=1e-14)
 
 
 @pytest.mark.parametrize(("dtype", "draws"), [(torch.float64, 4), (torch.float32, 1)])

@@ -25,7 +25,9 @@ def chosen(batches, images):
 
 
 def test_batch_sizes_are_binomial():
-    images, rate, steps = 30, 0.1, 4000
+    images = 30
+    rate = 0.1
+    steps = 4000
     sizes = np.array([len(batch) for batch in draw(images, rate, steps)])
     observed = np.bincount(np.minimum(sizes, 8), minlength=9)
     law = stats.binom(images, rate)
@@ -92,7 +94,9 @@ def test_impossible_draws_are_rejected(argument, value):
 
 def test_secure_batches_are_drawn_anew_and_binomial():
     """Not seeded: with the right law this fails about once in a million runs."""
-    images, rate, steps = 30, 0.1, 2000
+    images = 30
+    rate = 0.1
+    steps = 2000
     arguments = {"seed": 0, "role": "local", "round": 0, "client": 0, "secure": True}
     first, second = (poisson_batches(images, rate, steps, **arguments) for _ in range(2))
     assert not all(map(torch.equal, first, second))
@@ -128,7 +132,9 @@ def shuffled(num_images=11, batch_size=4, steps=20, *, seed=0, role="local", rou
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize(("images", "batch_size"), [(11, 4), (12, 4), (3, 8), (5, 1), (1, 1)])
 def test_a_pass_holds_every_image_once_and_no_batch_spans_two(images, batch_size, secure):
-    batches, used, pass_sizes = shuffled(images, batch_size, 23, secure=secure), set(), []
+    batches = shuffled(images, batch_size, 23, secure=secure)
+    used = set()
+    pass_sizes = []
     for batch in batches:
         if len(used) == images:  # the pass is over
             used = set()

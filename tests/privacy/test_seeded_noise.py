@@ -20,15 +20,17 @@ from perada.results.report import TEST_MODE
 from tests.options import sections
 
 from ..algorithms.problems import QUIET
-from .private_loop import once
 
 SEED = 918273645
-PIXELS, CLASSES, IMAGES, BOUND, SIGMA, LR = 16, 3, 8, 1.0, 50.0, 0.1
+PIXELS = 16
+CLASSES = 3
+IMAGES = 8
+BOUND = 1.0
+SIGMA = 50.0
+LR = 0.1
 
 
-@pytest.fixture(autouse=True)
-def _quick_epsilon(monkeypatch):
-    monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)
+pytestmark = pytest.mark.usefixtures("quick_epsilon")
 
 
 def federation(clients=3, test=False):
@@ -63,15 +65,16 @@ def noise_of_seed(seed, clients=3):
 
 def test_a_released_folder_gives_the_gradients_away_in_the_test_mode_alone(tmp_path):
     """Without the noise, the clipped sums are left: 0.0125 a client at most. With it, they drown in 0.36."""
-    found = {}
+    results = {}
     for secure in (True, False):
         options = {} if secure else {"secure_rng": False}
         run = train(options)
         (weight,) = run.state("global").values()
-        found[secure] = float((weight - noise_of_seed(SEED)).norm())
-    clipped, size = LR * BOUND, LR * SIGMA * BOUND / IMAGES * (CLASSES * PIXELS / 3) ** 0.5
-    assert 0 < found[False] <= clipped
-    assert found[True] > size  # two noises, of which each has that size
+        results[secure] = float((weight - noise_of_seed(SEED)).norm())
+    clipped = LR * BOUND
+    size = LR * SIGMA * BOUND / IMAGES * (CLASSES * PIXELS / 3) ** 0.5
+    assert 0 < results[False] <= clipped
+    assert results[True] > size  # two noises, of which each has that size
 
 
 def test_the_default_draws_anew_each_time():

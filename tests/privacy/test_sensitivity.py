@@ -17,7 +17,10 @@ from perada.privacy.clipping import clipping_factors
 from perada.privacy.gradients import OuterProductGrads, PerSampleGrads, Query, SampleGradients
 from perada.tasks import Classification
 
-CLASSES, POSITIONS, WIDTH, IMAGES = 4, 16, 64, 6
+CLASSES = 4
+POSITIONS = 16
+WIDTH = 64
+IMAGES = 6
 BOUND = 0.7
 
 
@@ -102,10 +105,10 @@ def test_the_norm_of_factors_is_an_upper_bound_that_is_tight_where_little_cancel
     squares = torch.einsum("rno,rni->roi", b, a).square().sum((1, 2))
     assert not squares[:10].any()
     assert squares[10:].all()
-    found = OuterProductGrads(a.float(), b.float(), torch.Size([5, 7])).squared_norms()
-    assert (found > squares).all()
-    assert torch.allclose(found[25:], squares[25:], rtol=1e-10, atol=0)
-    assert torch.allclose(found[10:25], squares[10:25], rtol=1e-4, atol=0)
+    result = OuterProductGrads(a.float(), b.float(), torch.Size([5, 7])).squared_norms()
+    assert (result > squares).all()
+    assert torch.allclose(result[25:], squares[25:], rtol=1e-10, atol=0)
+    assert torch.allclose(result[10:25], squares[10:25], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("exponent", [-20, 0, 40])
@@ -143,5 +146,5 @@ def test_the_norm_of_a_long_gradient_is_not_too_short():
     """torch's own norm, a running sum in single precision, loses 0.2 % of this one; an image's share would gain it."""
     rows = torch.full((2, 10**7), 2.0**-12.5)
     rows[0, :64] = 1.0
-    found = PerSampleGrads(rows).squared_norms().double().sqrt()
-    assert torch.allclose(found, rows.double().square().sum(1).sqrt(), rtol=2e-5, atol=0)
+    result = PerSampleGrads(rows).squared_norms().double().sqrt()
+    assert torch.allclose(result, rows.double().square().sum(1).sqrt(), rtol=2e-5, atol=0)

@@ -23,13 +23,12 @@ from perada.system.digests import KEY, check_sealed, sealed, write_sums
 from tests.digests import undigested
 from tests.disks import no_room
 from tests.forked import FORKS, forked
-from tests.options import sections
 
 
 def finetuned(tiny, **options):
     settings = tiny.options | {"adapter": "head", "algorithm": "ditto", "logger": False, "distill_steps": None}
     settings |= {"distill_batch_size": None, "local_steps": 2, "rounds": 1, "clients_per_round": 3}
-    return perada.finetune(tiny.net(), tiny.data(sizes=(9, 5, 7), public=False), **sections(**(settings | options)))
+    return tiny.finetune(tiny.data(sizes=(9, 5, 7), public=False), **settings | options)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,8 @@ def flip(path, place, bit=0):
 
 def places(path, count):
     """Bits spread over a file, its first and its last byte among them; the same ones every time."""
-    size, draw = path.stat().st_size, random.Random(path.name)
+    size = path.stat().st_size
+    draw = random.Random(path.name)
     return [(0, 0), (size - 1, 1), *((draw.randrange(size), draw.randrange(8)) for _ in range(count))]
 
 
@@ -60,7 +60,7 @@ def test_a_flipped_bit_in_any_file_of_a_saved_run_is_named(saved, tiny, tmp_path
     files = [path.relative_to(saved) for path in sorted(saved.rglob("*")) if path.is_file()]
     others = {"SHA256SUMS", "README.md", "adapter_config.json", "adapter_model.safetensors"}
     assert {path.name for path in files} == {"run.json", "backbone.safetensors"} | others
-    found = 0
+    result = 0
     for name in files:
         if name.parent.name in ("client_1", "client_2"):  # as client_0
             continue
@@ -71,7 +71,7 @@ def test_a_flipped_bit_in_any_file_of_a_saved_run_is_named(saved, tiny, tmp_path
             try:
                 loaded = perada.Run.load(folder, backbone=tiny.net())
             except ValueError as error:
-                found += 1
+                result += 1
                 assert (str(name.parent) if name.name == "SHA256SUMS" else name.name) in str(error)
                 assert "\n" not in str(error)
             else:
@@ -79,7 +79,7 @@ def test_a_flipped_bit_in_any_file_of_a_saved_run_is_named(saved, tiny, tmp_path
                 assert name.name in ("README.md", "run.json", "SHA256SUMS")  # in the last, the digest of the card
                 assert name.name == "run.json" or any("README.md' is not what perada wrote" in one for one in warned)
                 assert (loaded.info, loaded.metrics) == (whole.info, whole.metrics)
-    assert found >= 40
+    assert result >= 40
 
 
 def test_other_programs_check_and_load_the_folders(tmp_path):
@@ -166,18 +166,19 @@ def test_a_flipped_bit_in_the_files_of_a_run_folder_is_named(tiny, tmp_path):
         ),
     ]
     for path, read in sources:
-        content, found = path.read_bytes(), 0
+        content = path.read_bytes()
+        result = 0
         for place in places(path, 30):
             flip(path, *place)
             try:
                 again = read()
             except ValueError as error:
-                found += 1
+                result += 1
                 assert str(path) in str(error)
             else:
                 assert path.name != "run.json" or again == records
             path.write_bytes(content)
-        assert found >= 25
+        assert result >= 25
 
 
 def save_until(left, folder):
@@ -213,13 +214,13 @@ def test_a_save_that_is_killed_at_any_file_operation_leaves_one_run(tmp_path):
         process.join(60)
         code = process.exitcode
         finish_interrupted_move(folder)
-        found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-        assert found.pop("client_0/notes") == "old"
-        assert found in (
+        result = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+        assert result.pop("client_0/notes") == "old"
+        assert result in (
             {"client_0/a": "old", "run.json": "old"},
             {"client_0/a": "new", "client_1/a": "new", "run.json": "new"},
         )
-        outcomes.append(found["run.json"])
+        outcomes.append(result["run.json"])
         if code == 0:
             break
         assert code == 9

@@ -10,7 +10,6 @@ import torch
 import perada
 from perada.cli import main
 from perada.results.clients import forget
-from tests.options import sections
 
 SECRET = "hospital-of-the-north"
 
@@ -22,7 +21,7 @@ def saved(tiny, tmp_path_factory):
     settings = tiny.options | {"adapter": "head", "rounds": 1, "logger": False, "algorithm": "ditto"}
     settings |= {"distill_steps": None, "distill_batch_size": None, "local_steps": 1}
     folder = tmp_path_factory.mktemp("forget") / "run"
-    perada.finetune(tiny.net(), data, **sections(**settings)).export(folder)
+    tiny.finetune(data, **settings).export(folder)
     return folder
 
 
@@ -36,7 +35,8 @@ def content(folder):
 
 
 def test_nothing_of_the_client_is_left_and_the_others_stay(copied, tiny, capsys):
-    before, measured = content(copied), json.loads((copied / "run.json").read_text())["metrics"]
+    before = content(copied)
+    measured = json.loads((copied / "run.json").read_text())["metrics"]
     scores = measured["clients"]
     main(["clients", "remove", str(copied), "--client", SECRET])
     assert "This does not undo what others have learned" in capsys.readouterr().out

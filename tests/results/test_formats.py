@@ -80,13 +80,13 @@ def test_files_give_the_runs_logits_for_any_number_of_images(lora, tmp_path, for
         import onnxruntime
 
         session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"])
-        found = torch.from_numpy(session.run(None, {"images": x.numpy()})[0])
+        actual = torch.from_numpy(session.run(None, {"images": x.numpy()})[0])
         recorded = session.get_modelmeta().custom_metadata_map
     else:
         extra = {"metadata.json": ""}
-        found = logits(torch.export.load(tmp_path / "out" / "model.pt2", extra_files=extra).module(), x)
+        actual = logits(torch.export.load(tmp_path / "out" / "model.pt2", extra_files=extra).module(), x)
         recorded = json.loads(extra["metadata.json"])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     assert json.loads(recorded["preprocessing"]) == run.info["preprocessing"]
 
 

@@ -107,23 +107,24 @@ def hub(monkeypatch, tmp_path):
 def test_a_named_clients_adapter_goes_to_the_hub_and_comes_back(hub, capsys):
     run = plain_run()
     run.push_to_hub("me/south", client="south", license="mit", token="hf_x")
-    said = capsys.readouterr().err
-    assert "uploading to the private repository 'me/south': the adapter of client south" in said
-    assert "without differential privacy" in said
+    error_output = capsys.readouterr().err
+    assert "uploading to the private repository 'me/south': the adapter of client south" in error_output
+    assert "without differential privacy" in error_output
     repo = hub.repos["me/south"]
     assert repo["private"] is True or repo["visibility"] == "private"
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "run.json"} <= repo["files"].keys()
     assert not any(b"north" in content for content in repo["files"].values())
-    found, x = perada.Run.from_hub("me/south", token="hf_x"), torch.randn(2, 3, 32, 32)
+    result = perada.Run.from_hub("me/south", token="hf_x")
+    x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        assert torch.equal(found.personal("south")(x), run.personal("south")(x))
-    assert found.num_clients == 1
+        assert torch.equal(result.personal("south")(x), run.personal("south")(x))
+    assert result.num_clients == 1
     score = run.metrics["clients"]["personal/local_test"][1]
-    assert found.metrics["clients"]["personal/local_test"] == [score]
+    assert result.metrics["clients"]["personal/local_test"] == [score]
     with pytest.raises(ValueError, match="only that of client 'south'; pass client=0"):
-        found.global_model()
+        result.global_model()
     with pytest.raises(ValueError, match="only that of client 'south'; pass client=0"):
-        found.push_to_hub("me/global", token="hf_x")
+        result.push_to_hub("me/global", token="hf_x")
 
 
 def test_the_command_does_the_same(hub, tmp_path, monkeypatch, capsys):
@@ -147,9 +148,10 @@ def test_no_personal_adapter_goes_unless_its_client_is_named(hub):
     run.push_to_hub("me/all", token="hf_x")
     files = hub.repos["me/all"]["files"]
     assert not any(b"north" in content or b"south" in content for content in files.values())
-    found, x = perada.Run.from_hub("me/all", token="hf_x"), torch.randn(2, 3, 32, 32)
+    result = perada.Run.from_hub("me/all", token="hf_x")
+    x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        assert torch.equal(found.global_model()(x), run.global_model()(x))
+        assert torch.equal(result.global_model()(x), run.global_model()(x))
 
 
 def test_an_unknown_client_is_rejected_before_anything_leaves(hub):
@@ -179,7 +181,8 @@ def test_what_a_private_adapter_costs_is_the_same_after_the_hub(hub, tmp_path, c
     """ε of its client's images by the release ledger, those of others by the server's; and no score goes along."""
     run = finetuned("head", privacy={"noise_multiplier": 1.0, "delta": 1e-3}, metric=["accuracy"])
     sample = run.info["privacy"]["sample"]
-    release, server = sample["release"][1], sample["server"]
+    release = sample["release"][1]
+    server = sample["server"]
     assert release > server[1] > 0
     run.push_to_hub("me/south", client="south", token="hf_x")
     assert f"single images: ε at most {release:.2f} at δ = 0.001" in capsys.readouterr().err

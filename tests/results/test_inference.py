@@ -47,7 +47,7 @@ def grey_run(tiny, algorithm="fedavg", multilabel=False):
     """A run of a small network of one channel."""
     sets = parts(1, multilabel=multilabel, shape=(1, 8, 8))
     settings = tiny.options | {"rounds": 1, "logger": False, "distill_steps": None, "local_steps": 1}
-    return perada.finetune(tiny.net(), perada.FederatedData(sets), **sections(algorithm=algorithm, **settings))
+    return tiny.finetune(perada.FederatedData(sets), algorithm=algorithm, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +76,12 @@ def test_files_are_predicted_as_by_the_plain_model(saved, tmp_path, client):
     paths = [tmp_path / f"{number}.png" for number in range(5)]
     for path, pixels in zip(paths, images, strict=True):
         Image.fromarray(pixels).save(path)
-    found = perada.Run.load(saved).predict(paths, client, batch_size=2)
+    actual = perada.Run.load(saved).predict(paths, client, batch_size=2)
     expected = plain_logits(saved, "global" if client is None else f"client_{client}", images).softmax(1)
     assert expected.std(0).min() > 1e-4  # images matter
-    torch.testing.assert_close(found.probabilities, expected, rtol=0, atol=1e-6)
-    assert found.labels.tolist() == expected.argmax(1).tolist()
-    assert found.paths == tuple(map(str, paths))
+    torch.testing.assert_close(actual.probabilities, expected, rtol=0, atol=1e-6)
+    assert actual.labels.tolist() == expected.argmax(1).tolist()
+    assert actual.paths == tuple(map(str, paths))
 
 
 def test_the_runs_own_test_images_have_the_accuracy_that_the_run_reports(run):
@@ -89,9 +89,9 @@ def test_the_runs_own_test_images_have_the_accuracy_that_the_run_reports(run):
     assert max(reported) > 0.5
     for client, part in enumerate(parts(2)):
         x, y = part.tensors
-        found = run.predict(x, client)
-        assert (found.labels == y).float().mean().item() == pytest.approx(reported[client], abs=1e-7)
-        assert torch.equal(run.predict(list(x), client, batch_size=5).labels, found.labels)
+        result = run.predict(x, client)
+        assert (result.labels == y).float().mean().item() == pytest.approx(reported[client], abs=1e-7)
+        assert torch.equal(run.predict(list(x), client, batch_size=5).labels, result.labels)
 
 
 def test_clients_and_classes_by_name(run, tmp_path):
@@ -101,30 +101,31 @@ def test_clients_and_classes_by_name(run, tmp_path):
     assert torch.equal(run.predict(x, "2").probabilities, numbered.probabilities)
     named = perada.Run(run._adapted, run._global, run._personal, 3, run.metrics, dict(run.info))
     named.info |= {"clients": ["north", "south", "0"], "classes": ["ant", "bee", "cat"]}
-    found = named.predict(x, "0")
-    assert torch.equal(found.probabilities, numbered.probabilities)
-    assert found.names == [("ant", "bee", "cat")[label] for label in numbered.labels]
+    result = named.predict(x, "0")
+    assert torch.equal(result.probabilities, numbered.probabilities)
+    assert result.names == [("ant", "bee", "cat")[label] for label in numbered.labels]
     with pytest.raises(ValueError, match=r"client='nort'.*'north'\?"):
         named.predict(x, "nort")
     with pytest.raises(ValueError, match=r"client='north'.* 0"):
         run.predict(x, "north")
     with rejects("client", 3):
         run.predict(x, "3")
-    rows = list(csv.DictReader(found.to_csv(tmp_path / "out.csv").read_text().splitlines()))
+    rows = list(csv.DictReader(result.to_csv(tmp_path / "out.csv").read_text().splitlines()))
     assert [row["image"] for row in rows] == ["0", "1", "2", "3"]
-    assert [row["predicted"] for row in rows] == found.names
+    assert [row["predicted"] for row in rows] == result.names
     written = [[float(row[f"p({name})"]) for name in ("ant", "bee", "cat")] for row in rows]
-    torch.testing.assert_close(torch.tensor(written), found.probabilities, rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(written), result.probabilities, rtol=0, atol=1e-6)
 
 
 def test_several_labels(tiny):
     run = grey_run(tiny, multilabel=True)
     x = parts(2, shape=(1, 8, 8))[0].tensors[0]
-    found, prepared = run.predict(x, 0), run.preprocessing.batch(list(x))
+    result = run.predict(x, 0)
+    prepared = run.preprocessing.batch(list(x))
     with torch.no_grad():
         logits = run.personal(0)(prepared)
-    torch.testing.assert_close(found.probabilities, 1 / (1 + (-logits).exp()))
-    assert torch.equal(found.labels, (logits > 0).long())
+    torch.testing.assert_close(result.probabilities, 1 / (1 + (-logits).exp()))
+    assert torch.equal(result.labels, (logits > 0).long())
     example = Predictions(torch.tensor([[0.9, 0.2, 0.7], [0.1, 0.2, 0.3]]), torch.tensor([[1, 0, 1], [0, 0, 0]]), "abc")
     assert example.names == ["a|c", ""]
 

@@ -29,7 +29,8 @@ def by_image():
 @pytest.mark.slow
 def test_who_only_joined_does_not_count_among_those_who_sent(by_image, tmp_path):
     sample = by_image.info["privacy"]["sample"]
-    server, rates = sample["server"], sample["sample_rates"]
+    server = sample["server"]
+    rates = sample["sample_rates"]
     assert server[2] == 0 < min(server[:2])
     by_image.export(tmp_path)
     card = (tmp_path / "global" / "README.md").read_text()

@@ -111,7 +111,8 @@ def test_a_readme_that_is_a_link_is_not_read_before_a_model_is_exported(tmp_path
 
 def test_a_snapshot_of_the_hub_links_to_its_blobs(saved, tmp_path):
     folder, own = saved
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs.mkdir(parents=True)
     for number, path in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
         place = snapshot / path.relative_to(folder)
@@ -136,7 +137,7 @@ def test_a_card_that_is_a_link_is_not_copied(saved, outside):
 def test_predictions_hold_no_formula(tmp_path):
     probabilities = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     fields = {"probabilities": probabilities, "labels": torch.tensor([0, 1]), "classes": ("=cmd()", "cat")}
-    found = Predictions(**fields, paths=("=1+1.png", "a.png"))
-    rows = list(csv.reader(found.to_csv(tmp_path / "out.csv").read_text().splitlines()))
+    result = Predictions(**fields, paths=("=1+1.png", "a.png"))
+    rows = list(csv.reader(result.to_csv(tmp_path / "out.csv").read_text().splitlines()))
     assert [row[:2] for row in rows[1:]] == [["./=1+1.png", "'=cmd()"], ["a.png", "cat"]]
     assert not any(cell.startswith(("=", "+", "-", "@")) for row in rows for cell in row)

@@ -107,7 +107,8 @@ def test_the_three_lines_of_the_card_load_the_model(tmp_path, monkeypatch, adapt
     lines = re.search(r"```python\n(.*?)\n```", (tmp_path / "client_1" / "README.md").read_text(), re.DOTALL)[1]
     assert len(lines.splitlines()) == 3
     monkeypatch.chdir(tmp_path / "client_1")
-    loaded, x = {}, torch.randn(2, 3, 32, 32)
+    loaded = {}
+    x = torch.randn(2, 3, 32, 32)
     exec(lines, loaded)  # what the card tells readers to run
     with torch.no_grad():
         torch.testing.assert_close(loaded["model"](x), run.personal("south")(x), rtol=0, atol=1e-5)
@@ -120,7 +121,8 @@ def test_the_card_builds_a_transformer_for_the_size_of_its_images(tmp_path, monk
     run.export(tmp_path)
     lines = re.search(r"```python\n(.*?)\n```", (tmp_path / "global" / "README.md").read_text(), re.DOTALL)[1]
     monkeypatch.chdir(tmp_path / "global")
-    loaded, x = {}, torch.randn(2, 3, 32, 32)
+    loaded = {}
+    x = torch.randn(2, 3, 32, 32)
     exec(lines, loaded)
     with torch.no_grad():
         torch.testing.assert_close(loaded["model"](x), run.global_model()(x), rtol=0, atol=1e-5)
@@ -146,7 +148,8 @@ def test_a_trained_backbone_is_in_the_adapters_own_folder(tmp_path, monkeypatch)
     run = finetuned(train_backbone=True)
     run.export(tmp_path)
     monkeypatch.chdir(tmp_path / "client_1")
-    loaded, x = {}, torch.randn(2, 3, 32, 32)
+    loaded = {}
+    x = torch.randn(2, 3, 32, 32)
     exec(re.search(r"```python\n(.*?)\n```", (tmp_path / "client_1" / "README.md").read_text(), re.DOTALL)[1], loaded)
     with torch.no_grad():
         torch.testing.assert_close(loaded["model"](x), run.personal("south")(x), rtol=0, atol=1e-5)

@@ -15,7 +15,6 @@ from perada.results.formats import export_model
 from perada.results.inference import Predictions
 from perada.studies.report.page import write_page
 from perada.studies.report.records import read_records
-from tests.options import sections
 
 FOREIGN = ['{"name": "my run", "lr": 0.1}', "[1, 2]", "a note", '{"format": "mine"}']
 
@@ -23,7 +22,7 @@ FOREIGN = ['{"name": "my run", "lr": 0.1}', "[1, 2]", "a note", '{"format": "min
 @pytest.fixture(scope="module")
 def run(tiny):
     settings = tiny.options | {"rounds": 1, "logger": False, "adapter": "full"}
-    return perada.finetune(tiny.net(), tiny.data(), **sections(**settings))
+    return tiny.finetune(**settings)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +159,7 @@ def test_a_run_folder_with_foreign_files_is_rejected_before_training(tiny, tmp_p
     def train():
         logger = CSVLogger(tmp_path, name="", version="")
         options = tiny.options | {"rounds": 1, "logger": logger, "enable_checkpointing": False}
-        perada.finetune(tiny.net(), tiny.data(), **sections(**options))
+        tiny.finetune(**options)
 
     check_rejected(train, tmp_path / name, "trainer: {}\n")
     (tmp_path / name).unlink()

@@ -31,7 +31,8 @@ def test_a_saved_backbone_is_one_of_timm_and_of_perada(tmp_path, adapter):
         "test_resnet", images(), **sections(adapter=adapter, algorithm="ditto", pretrained=False, **OPTIONS)
     )
     run.export(tmp_path)
-    file, x = tmp_path / "backbone.safetensors", torch.randn(2, 3, 32, 32)
+    file = tmp_path / "backbone.safetensors"
+    x = torch.randn(2, 3, 32, 32)
     plain = timm.create_model("test_resnet", num_classes=3, checkpoint_path=str(file))
     plain.load_state_dict(load_file(file), strict=True)
     peft = PeftModel.from_pretrained(plain, str(tmp_path / "client_0")).eval()

@@ -18,7 +18,9 @@ from perada.privacy import ClientPrivacy, Privacy
 from perada.results.cards import privacy_card, privacy_lines
 from tests.recipes import recipe
 
-SERVER, RELEASE, CLIENT = [1.25, 2.0, 4.5, 0.75], [2.5, 3.0, 6.25, 1.5], [0.5, 0.625, 1.0, 0.25]
+SERVER = [1.25, 2.0, 4.5, 0.75]
+RELEASE = [2.5, 3.0, 6.25, 1.5]
+CLIENT = [0.5, 0.625, 1.0, 0.25]
 TINY = recipe(
     data={"partition": {"class_path": "IID", "init_args": {"num_clients": 4}}, "train_limit": 80, "test_limit": 40},
     federated={"algorithm": "Ditto", "clients_per_round": 2},
@@ -59,7 +61,8 @@ def test_a_clients_card_has_its_own_epsilon_the_release_first(client):
     assert rows[0][2] == "whoever gets this adapter"
     others = max(value for other, value in enumerate(SERVER) if other != client)
     assert f"other clients influenced it only through the server: their ε is at most {others:.2f}." in card
-    sigma, rate = [1.5, 1.5, 0.75, 3.0][client], [0.25, 0.125, 0.5, 0.2][client]
+    sigma = [1.5, 1.5, 0.75, 3.0][client]
+    rate = [0.25, 0.125, 0.5, 0.2][client]
     assert f"with probability {rate:g} (Poisson sampling)" in card
     assert f"1 times the noise multiplier {sigma:g}." in card
     assert "δ = 0.0001" in card
@@ -132,7 +135,8 @@ def test_numbers_from_a_file_are_read_as_words():
 
 
 def test_clients_as_a_whole():
-    shared, client_card = privacy_card(client_level(), None), privacy_card(client_level(), 2)
+    shared = privacy_card(client_level(), None)
+    client_card = privacy_card(client_level(), 2)
     assert tables(shared) == [[f"{np.mean(CLIENT):.2f} ± {np.std(CLIENT):.2f}", "1.00"]]
     assert "not against the server" in shared
     assert tables(client_card) == [["0.62"]]

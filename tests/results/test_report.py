@@ -8,7 +8,6 @@ import pytest
 
 from perada.results.report import client_table, mode_line, percent, table, title
 from perada.studies.report.records import run_report
-from tests.options import sections
 
 
 def cells(text):
@@ -155,9 +154,8 @@ def test_run_report_joins_the_rows_of_a_round(tmp_path):
 
 
 def test_run_report_of_a_real_run(tiny, tmp_path):
-    import perada
 
-    run = perada.finetune(tiny.net(), tiny.data(), **sections(rounds=2, default_root_dir=str(tmp_path), **tiny.options))
+    run = tiny.finetune(rounds=2, default_root_dir=str(tmp_path))
     header, *rounds = cells(run_report(tmp_path / "lightning_logs" / "version_0"))
     assert header[0] == "round"
     for record, row in zip(run.metrics["rounds"], rounds, strict=True):

@@ -95,7 +95,8 @@ def test_a_run_shows_what_it_is(tiny, tmp_path):
 def test_states_are_named_as_in_the_models_they_make(tiny):
     run = make_run(tiny, "test_resnet", "residual")
     for role, model in (("global", run.global_model()), ("personal", run.personal(1))):
-        state, full = run.state(role, 1 if role == "personal" else None), model.state_dict()
+        state = run.state(role, 1 if role == "personal" else None)
+        full = model.state_dict()
         assert all(torch.equal(full[name], value) for name, value in state.items())
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert trained == {name for name in state if name in dict(model.named_parameters())}
@@ -129,7 +130,7 @@ def test_unknown_clients_and_roles_are_rejected(tiny, client):
 def test_a_client_without_test_images_is_null_in_the_file(tiny, tmp_path):
     data = tiny.data()
     data.test[2] = TensorDataset(torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64))
-    run = perada.finetune(tiny.net(), data, **sections(**(tiny.options | {"rounds": 1, "logger": False})))
+    run = tiny.finetune(data, rounds=1, logger=False)
     assert math.isnan(run.metrics["clients"]["personal/local_test"][2])
     run.export(tmp_path)
     text = (tmp_path / "run.json").read_text()

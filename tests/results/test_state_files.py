@@ -119,7 +119,7 @@ def test_a_thousand_clients_are_a_handful_of_files(tiny, tmp_path):
     settings = tiny.options | {"adapter": "head", "algorithm": "ditto", "rounds": 1, "logger": False}
     settings |= {"distill_steps": None, "distill_batch_size": None, "clients_per_round": 5, "local_steps": 1}
     data = perada.FederatedData(sets, [], num_classes=3)
-    run = perada.finetune(tiny.net(), data, **sections(**settings))
+    run = tiny.finetune(data, **settings)
     folder = run.save(tmp_path / "run")
     assert len(list(folder.rglob("*"))) == 6
     loaded = perada.Run.load(folder, backbone=tiny.net())

@@ -15,7 +15,9 @@ from perada.scores.metrics import make_metrics
 from perada.tasks import Classification, MultiLabel, Regression, Segmentation, task_of_labels
 from tests.label_kinds import task_of
 
-MODELS, IMAGES, CLASSES = 3, 60, 4
+MODELS = 3
+IMAGES = 60
+CLASSES = 4
 
 
 def task(multilabel):
@@ -37,9 +39,9 @@ def collected(metric, logits, y, owner, local=False):
     for rows in torch.arange(len(y)).split(25):
         scores.update(logits[:models, rows], y[rows], owner[rows] if local else None)
     assert scores
-    (found,) = scores.means().values()
-    assert found.shape == (models, groups)
-    return found.flatten()
+    (result,) = scores.means().values()
+    assert result.shape == (models, groups)
+    return result.flatten()
 
 
 def owners_logits(logits, owner):
@@ -65,8 +67,8 @@ def test_scores_equal_scikit_learns(metric, multilabel):
     expected = [reference(metric, model, y) for model in logits]
     assert collected(metric, logits, y, owner).tolist() == pytest.approx(expected, abs=1e-6)
     local = [reference(metric, logits[m, owner == m], y[owner == m]) for m in range(MODELS)]
-    found = collected(metric, owners_logits(logits, owner), y, owner, local=True)
-    assert found.tolist() == pytest.approx(local, abs=1e-6)
+    actual = collected(metric, owners_logits(logits, owner), y, owner, local=True)
+    assert actual.tolist() == pytest.approx(local, abs=1e-6)
     assert len(set(expected + local)) == 2 * MODELS
 
 
@@ -122,8 +124,8 @@ def test_what_two_processes_count_adds_up(metric, multilabel):
         for rank, scores in enumerate(parts):
             add(scores, rank)
         parts[0].merge(Together(parts[1]))
-        (found,) = parts[0].means().values()
-        return found.flatten()
+        (result,) = parts[0].means().values()
+        return result.flatten()
 
     def some_models(scores, rank):
         models = [0, 2] if rank == 0 else [1]
@@ -167,9 +169,9 @@ def test_only_the_images_that_count_are_scored(metric, multilabel):
     counted = owner != 1
     scores = Scores(make_metrics(metric, task_of(multilabel), CLASSES), task_of(multilabel), num_models=1)
     scores.update(logits[:1], y, models=[0], counted=counted)
-    (found,) = scores.means().values()
-    assert found.item() == pytest.approx(reference(metric, logits[0, counted], y[counted]), abs=1e-6)
-    assert found.item() != pytest.approx(reference(metric, logits[0], y), abs=1e-3)
+    (result,) = scores.means().values()
+    assert result.item() == pytest.approx(reference(metric, logits[0, counted], y[counted]), abs=1e-6)
+    assert result.item() != pytest.approx(reference(metric, logits[0], y), abs=1e-3)
 
 
 def test_a_label_as_likely_as_not_is_not_predicted_as_in_torchmetrics():
@@ -177,9 +179,9 @@ def test_a_label_as_likely_as_not_is_not_predicted_as_in_torchmetrics():
     logits = logits.round()  # many are 0
     scores = Scores(make_metrics("accuracy", MultiLabel(), CLASSES), MultiLabel(), num_models=MODELS)
     scores.update(logits, y)
-    (found,) = scores.means().values()
+    (actual,) = scores.means().values()
     expected = [multilabel_accuracy(model.sigmoid(), y, num_labels=CLASSES, average="micro") for model in logits]
-    assert found.flatten().tolist() == pytest.approx([float(value) for value in expected], abs=1e-6)
+    assert actual.flatten().tolist() == pytest.approx([float(value) for value in expected], abs=1e-6)
 
 
 def test_scores_are_in_the_order_of_the_metrics():
@@ -201,7 +203,7 @@ def test_unknown_labels_are_left_out_of_all_scores():
         make_metrics(["accuracy", "auroc", "average_precision", "f1_macro"], MultiLabel(), CLASSES), MultiLabel()
     )
     scores.update(logits.unsqueeze(0), y)
-    found = {name: float(value) for name, value in scores.means().items()}
+    actual = {name: float(value) for name, value in scores.means().items()}
 
     right = []
     expected = {"auroc": [], "average_precision": [], "f1_macro": []}
@@ -213,9 +215,9 @@ def test_unknown_labels_are_left_out_of_all_scores():
         expected["auroc"].append(roc_auc_score(truth, values))
         expected["average_precision"].append(average_precision_score(truth, values))
         expected["f1_macro"].append(f1_score(truth, values > 0))
-    assert found["accuracy"] == pytest.approx(sum(right) / len(right))
+    assert actual["accuracy"] == pytest.approx(sum(right) / len(right))
     for name, values in expected.items():
-        assert found[name] == pytest.approx(sum(values) / CLASSES), name
+        assert actual[name] == pytest.approx(sum(values) / CLASSES), name
 
 
 METRICS_BY_TASK = {

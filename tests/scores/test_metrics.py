@@ -31,7 +31,8 @@ def task(images=80, missing=False, seed=0):
 
 def calibration_error(truth, shares):
     """Mean over 15 bins of confidence, by their sizes, of the gap between accuracy and confidence."""
-    confidence, right = shares.max(1), shares.argmax(1) == truth
+    confidence = shares.max(1)
+    right = shares.argmax(1) == truth
     bins = np.minimum((confidence * 15).astype(int), 14)
     gaps = [abs(right[bins == b].mean() - confidence[bins == b].mean()) * (bins == b).mean() for b in np.unique(bins)]
     return sum(gaps)
@@ -71,15 +72,15 @@ def scored(choice, shares, labels, multilabel=False):
     logits = shares.logit() if multilabel else shares.log()
     for rows in torch.arange(len(labels)).split(33):
         scores.update(logits[None, rows], labels[rows])
-    return {name: found[0, 0] for name, found in scores.all().items()}
+    return {name: results[0, 0] for name, results in scores.all().items()}
 
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_metrics_equal_scikit_learns(missing):
     shares, labels = task(missing=missing)
-    found = scored(CHOICE, shares, labels)
+    actual = scored(CHOICE, shares, labels)
     expected = {name: score(labels.numpy(), shares.numpy()) for name, score in EXPECTED.items()}
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, abs=1e-6)
+    assert {name: float(value) for name, value in actual.items()} == pytest.approx(expected, abs=1e-6)
     assert len({round(value, 4) for value in expected.values()}) > 6  # they are told apart
 
 
@@ -94,18 +95,20 @@ def test_a_class_that_is_predicted_and_does_not_occur():
 )
 def test_per_class(name, score):
     shares, labels = task(missing=True)
-    found = scored([f"{name}_per_class"], shares, labels)[f"{name}_per_class"]
+    actual = scored([f"{name}_per_class"], shares, labels)[f"{name}_per_class"]
     expected = getattr(sklearn.metrics, score)(labels.numpy(), shares.argmax(1).numpy(), average=None)
-    assert found[:3].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
-    assert found[3].isnan()
+    assert actual[:3].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert actual[3].isnan()
 
 
 def test_several_labels_an_image():
     random = torch.Generator().manual_seed(0)
-    shares, labels = torch.rand(80, CLASSES, generator=random), torch.randint(0, 2, (80, CLASSES), generator=random)
-    found = scored(["auroc", "f1_macro", "average_precision"], shares.double(), labels.float(), multilabel=True)
-    truth, shares = labels.numpy(), shares.numpy()
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(
+    shares = torch.rand(80, CLASSES, generator=random)
+    labels = torch.randint(0, 2, (80, CLASSES), generator=random)
+    result = scored(["auroc", "f1_macro", "average_precision"], shares.double(), labels.float(), multilabel=True)
+    truth = labels.numpy()
+    shares = shares.numpy()
+    assert {name: float(value) for name, value in result.items()} == pytest.approx(
         {
             "auroc": sklearn.metrics.roc_auc_score(truth, shares, average="macro"),
             "f1_macro": sklearn.metrics.f1_score(truth, shares > 0.5, average="macro"),
@@ -118,9 +121,9 @@ def test_several_labels_an_image():
 def test_labels_that_no_image_has_do_not_count():
     shares = torch.tensor([[0.9, 0.3, 0.4, 0.5], [0.2, 0.6, 0.4, 0.1], [0.8, 0.1, 0.2, 0.7]]).double()
     labels = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0]])
-    found = scored(["average_precision"], shares, labels, multilabel=True)["average_precision"]
+    result = scored(["average_precision"], shares, labels, multilabel=True)["average_precision"]
     precisions = [sklearn.metrics.average_precision_score(labels[:, k].numpy(), shares[:, k].numpy()) for k in (0, 1)]
-    assert float(found) == pytest.approx(np.mean(precisions))
+    assert float(result) == pytest.approx(np.mean(precisions))
 
 
 @pytest.mark.parametrize(
@@ -162,8 +165,10 @@ def test_metrics_that_the_data_do_not_allow(choice, multilabel, message):
 
 
 def test_the_badly_off():
-    values, sizes = torch.tensor([0.9, math.nan, 0.2, 0.6, 0.7]), torch.tensor([10, 0, 30, 20, 40])
-    known, weights = np.array([0.9, 0.2, 0.6, 0.7]), np.array([10, 30, 20, 40])
+    values = torch.tensor([0.9, math.nan, 0.2, 0.6, 0.7])
+    sizes = torch.tensor([10, 0, 30, 20, 40])
+    known = np.array([0.9, 0.2, 0.6, 0.7])
+    weights = np.array([10, 30, 20, 40])
     expected = {
         "x": known.mean(),
         "x_std": known.std(),
@@ -195,8 +200,10 @@ def test_several_metrics_in_one_run(tiny, tmp_path, algorithm):
             **sections(adapter="full", algorithm=algorithm, rounds=1, lr_local=0.5, metric=metric, **quiet),
         )
 
-    run, alone = fit(choice), fit("accuracy")
-    last, clients = run.metrics["rounds"][-1], run.metrics["clients"]
+    run = fit(choice)
+    alone = fit("accuracy")
+    last = run.metrics["rounds"][-1]
+    clients = run.metrics["clients"]
     for name, value in alone.metrics["rounds"][-1].items():
         assert last[name] == pytest.approx(value)
     tests = [part.tensors for part in data.test]
@@ -210,8 +217,8 @@ def test_several_metrics_in_one_run(tiny, tmp_path, algorithm):
                 ("f1_macro", lambda y, p: sklearn.metrics.f1_score(y, p, average="macro")),
                 ("f2", lambda y, p: sklearn.metrics.fbeta_score(y, p, beta=2, average="macro", zero_division=0)),
             ):
-                found = clients[f"personal/{place}_{name}"][client]
-                assert found == pytest.approx(expected(y, predicted) if len(y) else math.nan, nan_ok=True, abs=1e-6)
+                actual = clients[f"personal/{place}_{name}"][client]
+                assert actual == pytest.approx(expected(y, predicted) if len(y) else math.nan, nan_ok=True, abs=1e-6)
     recalls = np.array(run.metrics["per_class"]["personal/local_test_recall_per_class"])
     assert recalls.shape == (5, 3)
     assert clients["personal/local_test_recall_per_class"] == pytest.approx(

@@ -13,19 +13,21 @@ from perada.tasks import Classification, MultiLabel
 
 
 def test_counts_are_those_of_torchmetrics():
-    logits, y, owner = 2 * torch.randn(200, 4), torch.randint(0, 4, (200,)), torch.randint(0, 3, (200,))
+    logits = 2 * torch.randn(200, 4)
+    y = torch.randint(0, 4, (200,))
+    owner = torch.randint(0, 3, (200,))
     tally = Tally(Classification())
     for rows in torch.arange(200).split(64):
         tally.update(logits[rows], y[rows], owner[rows])
-    found = tally.record(Ranks())
+    actual = tally.record(Ranks())
     counts = torch.zeros(3, 4, 4, dtype=torch.int64)
-    for client, true, predicted, count in found["confusion"]:
+    for client, true, predicted, count in actual["confusion"]:
         counts[client, true, predicted] = count
     for client in range(3):
         is_owned = owner == client
         expected = multiclass_confusion_matrix(logits[is_owned].argmax(-1), y[is_owned], num_classes=4)
         assert torch.equal(counts[client], expected)
-    count, right, confidence = (torch.tensor(found["calibration"][name]) for name in ("count", "right", "confidence"))
+    count, right, confidence = (torch.tensor(actual["calibration"][name]) for name in ("count", "right", "confidence"))
     assert (counts.sum(), right.sum()) == (200, counts.diagonal(dim1=1, dim2=2).sum())
     error = (right - count * confidence).abs().sum() / count.sum()
     expected = multiclass_calibration_error(logits, y, num_classes=4, n_bins=BINS)
@@ -33,30 +35,36 @@ def test_counts_are_those_of_torchmetrics():
 
 
 def test_only_what_is_counted_counts():
-    logits, y, owner = torch.randn(9, 3), torch.arange(9) % 3, torch.arange(9) % 2
-    some, owned = Tally(Classification()), Tally(Classification())
+    logits = torch.randn(9, 3)
+    y = torch.arange(9) % 3
+    owner = torch.arange(9) % 2
+    some = Tally(Classification())
+    owned = Tally(Classification())
     some.update(logits, y, owner, owner == 1)
     owned.update(logits[1::2], y[1::2], owner[1::2])
     assert some.record(Ranks()) == owned.record(Ranks())
 
 
 def test_each_label_is_a_prediction_of_its_own():
-    logits, y = torch.randn(5, 3), torch.randint(0, 2, (5, 3)).float()
+    logits = torch.randn(5, 3)
+    y = torch.randint(0, 2, (5, 3)).float()
     tally = Tally(MultiLabel())
     tally.update(logits, y, torch.zeros(5, dtype=torch.int64))
-    found = tally.record(Ranks())
-    count, right, total = [0] * BINS, [0] * BINS, [0.0] * BINS
+    result = tally.record(Ranks())
+    count = [0] * BINS
+    right = [0] * BINS
+    total = [0.0] * BINS
     for p, truth in zip(logits.sigmoid().flatten().tolist(), y.flatten().tolist(), strict=True):
         confidence = max(p, 1 - p)
         place = int(confidence * BINS)
         count[place] += 1
         right[place] += (p > 0.5) == bool(truth)
         total[place] += confidence
-    assert found.keys() == {"calibration"}
-    assert found["calibration"]["count"] == count
-    assert found["calibration"]["right"] == right
+    assert result.keys() == {"calibration"}
+    assert result["calibration"]["count"] == count
+    assert result["calibration"]["right"] == right
     means = [one / max(1, n) for one, n in zip(total, count, strict=True)]
-    assert found["calibration"]["confidence"] == pytest.approx(means, abs=1e-5)
+    assert result["calibration"]["confidence"] == pytest.approx(means, abs=1e-5)
 
 
 def test_certainty_has_a_bin():
@@ -86,7 +94,7 @@ def test_counts_and_confidences_do_not_stop_growing():
     tally.update(torch.tensor([[3.0, 0.0]]), torch.tensor([0]), torch.tensor([0]))
     tally._bins *= 2**24
     tally.update(torch.tensor([[3.0, 0.0]] * 3), torch.tensor([0, 0, 1]), torch.tensor([0, 0, 0]))
-    found = tally.record(Ranks())["calibration"]
-    assert sum(found["count"]) == 2**24 + 3
-    assert sum(found["right"]) == 2**24 + 2
-    assert max(found["confidence"]) == pytest.approx(float(torch.tensor([3.0, 0.0]).double().softmax(0)[0]), abs=1e-6)
+    result = tally.record(Ranks())["calibration"]
+    assert sum(result["count"]) == 2**24 + 3
+    assert sum(result["right"]) == 2**24 + 2
+    assert max(result["confidence"]) == pytest.approx(float(torch.tensor([3.0, 0.0]).double().softmax(0)[0]), abs=1e-6)

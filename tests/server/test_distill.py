@@ -24,16 +24,20 @@ def logits(seed, rows=6, classes=4):
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_loss_is_the_divergence_of_the_student_from_the_teacher(temperature):
-    student, teacher = logits(0), logits(1)
-    p, q = Categorical(logits=teacher / temperature), Categorical(logits=student / temperature)
+    student = logits(0)
+    teacher = logits(1)
+    p = Categorical(logits=teacher / temperature)
+    q = Categorical(logits=student / temperature)
     expected = kl_divergence(p, q).mean() * temperature**2
     torch.testing.assert_close(Classification().distillation_loss(student, teacher, temperature), expected)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_multilabel_loss_is_the_mean_bernoulli_divergence(temperature):
-    student, teacher = logits(0), logits(1)
-    p, q = Bernoulli(logits=teacher / temperature), Bernoulli(logits=student / temperature)
+    student = logits(0)
+    teacher = logits(1)
+    p = Bernoulli(logits=teacher / temperature)
+    q = Bernoulli(logits=student / temperature)
     expected = kl_divergence(p, q).mean() * temperature**2
     torch.testing.assert_close(MultiLabel().distillation_loss(student, teacher, temperature), expected)
 
@@ -41,7 +45,9 @@ def test_multilabel_loss_is_the_mean_bernoulli_divergence(temperature):
 @pytest.mark.parametrize("multilabel", [False, True])
 def test_gradient_keeps_its_scale_at_any_temperature(multilabel):
     """d loss / d student = T (q_T − p_T): of order one at any T, and (z_s − z_t) / K in the limit of large T."""
-    student, teacher, temperature = logits(0).requires_grad_(), logits(1), 3.0
+    student = logits(0).requires_grad_()
+    teacher = logits(1)
+    temperature = 3.0
     squash = torch.sigmoid if multilabel else lambda z: z.softmax(-1)
     count = student.numel() if multilabel else len(student)
     for t in (temperature, 1e5):
@@ -56,7 +62,8 @@ def test_gradient_keeps_its_scale_at_any_temperature(multilabel):
 
 
 def test_loss_of_saturated_logits_is_finite():
-    student, teacher = torch.tensor([[80.0, -80.0]]), torch.tensor([[-80.0, 80.0]])
+    student = torch.tensor([[80.0, -80.0]])
+    teacher = torch.tensor([[-80.0, 80.0]])
     assert Classification().distillation_loss(student, teacher).item() == pytest.approx(160)
     assert MultiLabel().distillation_loss(student, teacher).item() == pytest.approx(80)
 
@@ -90,7 +97,8 @@ def test_the_ensemble_is_the_mean_of_logits_in_evaluation_mode(kind):
         def public_images(self, indices, device):
             return x[indices]
 
-    student, options = models(1)[0], Distillation(2, lr=0.1, optimizer="sgd", teacher_mode="eval")
+    student = models(1)[0]
+    options = Distillation(2, lr=0.1, optimizer="sgd", teacher_mode="eval")
     distiller = Distiller(Engine(network(), kind), options, parameter_keys(student), Public())
     refined = distiller(get_state(student), stack([get_state(teacher) for teacher in teachers]))
     pairs = [(x[rows], expected[rows]) for rows in Public().public_indices(0, 2, 3)]
@@ -125,7 +133,8 @@ def test_run_equals_a_plain_loop(kind, mode, optimizer, schedule, multilabel, te
     for x, teacher in batches:
         optimizers.zero_grad()
         if multilabel:
-            p, q = torch.sigmoid(teacher / temperature), torch.sigmoid(plain(x) / temperature)
+            p = torch.sigmoid(teacher / temperature)
+            q = torch.sigmoid(plain(x) / temperature)
             loss = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
         else:
             loss = F.kl_div(
@@ -145,16 +154,20 @@ def test_run_equals_a_plain_loop(kind, mode, optimizer, schedule, multilabel, te
 
 
 def test_dropout_of_the_student_follows_from_seed_and_round():
-    student, batches = models(1)[0], [(torch.randn(6, 1, 5, 5).double(), logits(step, 6, 3)) for step in range(2)]
-    initial, names = get_state(student), parameter_keys(student)
+    student = models(1)[0]
+    batches = [(torch.randn(6, 1, 5, 5).double(), logits(step, 6, 3)) for step in range(2)]
+    initial = get_state(student)
+    names = parameter_keys(student)
 
     def weight(kind, mode="train", **of):
-        options, context = Distillation(2, student_mode=mode), DistillationRound(**of)
+        options = Distillation(2, student_mode=mode)
+        context = DistillationRound(**of)
         distiller = Distiller(Engine(network(), kind), options, names, None, context)
         torch.rand(1)  # torch's own stream has no say
         return distiller.train(initial, batches)["5.weight"]
 
-    one, other = weight("folded", index=3, seed=1), weight("loop", index=3, seed=1)
+    one = weight("folded", index=3, seed=1)
+    other = weight("loop", index=3, seed=1)
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
     assert torch.equal(one, weight("folded", index=3, seed=1))
     for unlike in ({"index": 3, "seed": 2}, {"index": 4, "seed": 1}):
@@ -165,8 +178,11 @@ def test_dropout_of_the_student_follows_from_seed_and_round():
 @pytest.mark.parametrize(("average_from", "counted"), [(0.0, [1, 2, 3, 4]), (0.5, [3, 4]), (0.6, [4]), (1.0, [])])
 def test_the_students_states_are_averaged_along_the_way(average_from, counted):
     """The states after 1, 2, ... steps are those of runs that stop there, at a constant rate."""
-    student, batches = models(1)[0], [(torch.randn(6, 1, 5, 5).double(), logits(step, 6, 3)) for step in range(4)]
-    initial, names, engine = get_state(student), parameter_keys(student), Engine(network(), "loop")
+    student = models(1)[0]
+    batches = [(torch.randn(6, 1, 5, 5).double(), logits(step, 6, 3)) for step in range(4)]
+    initial = get_state(student)
+    names = parameter_keys(student)
+    engine = Engine(network(), "loop")
     options = Distillation(4, lr=0.05, schedule="constant")
     distiller = Distiller(engine, options, names, None)
     out = distiller.train(initial, batches, average_from=average_from)

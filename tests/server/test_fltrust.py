@@ -13,7 +13,9 @@ from perada.server import FLTrust, NormClipping
 from tests.options import sections
 from tests.rejections import rejects
 
-CLIENTS, CLASSES, SENT = 5, 3, {}
+CLIENTS = 5
+CLASSES = 3
+SENT = {}
 
 
 class Noted(FedAvg):
@@ -79,8 +81,8 @@ def test_a_round_is_the_plain_computation(labels):
     norms = np.linalg.norm(changes, axis=1)
     shortened = changes * np.minimum(1, np.median(norms) / norms)[:, None]
     expected = np.concatenate([before[key].double().ravel() for key in rows[0]]) + trust @ shortened / trust.sum()
-    found = np.concatenate([run.state("global")[key].double().ravel() for key in rows[0]])
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    actual = np.concatenate([run.state("global")[key].double().ravel() for key in rows[0]])
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:round")

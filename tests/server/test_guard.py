@@ -16,7 +16,8 @@ from perada.server.distill import ensemble_looks_better, predicted_class_entropy
 from tests.options import sections
 from tests.rejections import rejects
 
-CLASSES, IMAGES = 3, 12
+CLASSES = 3
+IMAGES = 12
 
 
 def test_entropy_is_that_of_the_histogram_of_predictions():
@@ -100,14 +101,16 @@ def test_teachers_that_predict_fewer_classes_than_the_average_are_not_followed()
 
 
 def test_teachers_that_agree_with_the_average_on_each_image_change_nothing():
-    student, teachers = model(), [model(1, 0.2), model(2, 0.2)]
+    student = model()
+    teachers = [model(1, 0.2), model(2, 0.2)]
     refined, distiller, _ = distil(student, teachers, "predictions")
     assert torch.equal(refined["bias"], get_state(student)["bias"])
     assert distiller.report.metrics["server/distilled"] == 0
 
 
 def test_teachers_that_predict_more_evenly_are_followed_as_without_a_guard():
-    student, teachers = confused(), [model(), model(1, 0.3)]
+    student = confused()
+    teachers = [model(), model(1, 0.3)]
     refined, distiller, _ = distil(student, teachers, "predictions")
     expected, plain, _ = distil(student, teachers, None)
     assert all(torch.equal(value, expected[key]) for key, value in refined.items())
@@ -133,7 +136,8 @@ def test_teachers_that_disagree_with_the_average_on_most_images_are_not_followed
 @pytest.mark.parametrize(("weight", "diverged"), [(0.0, False), (math.nan, True)])
 def test_a_student_that_ends_less_even_than_the_average_is_dropped(weight, diverged):
     """One that ends in predicting a single class, or is not finite."""
-    student, teachers = confused(), [model(), model(1, 0.3)]
+    student = confused()
+    teachers = [model(), model(1, 0.3)]
     distiller = Distiller(Engine(model()), Distillation(4, guard="predictions"), parameter_keys(student), Public())
     ended = get_state(model(0)) | {"weight": torch.full((CLASSES, CLASSES), weight).double()}
     distiller.train = lambda *_, **__: ended
@@ -178,7 +182,8 @@ def run(multilabel=False, **options):
 
 
 def test_each_round_is_told_in_the_metrics_and_secure_sums_decide_alike():
-    plain, summed = run(), run(secure_sums=SecureSums(fraction_bits=40))
+    plain = run()
+    summed = run(secure_sums=SecureSums(fraction_bits=40))
     decisions = [row["server/distilled"] for row in plain.metrics["rounds"]]
     assert {*decisions} == {0.0, 1.0}
     assert [row["server/distilled"] for row in summed.metrics["rounds"]] == decisions

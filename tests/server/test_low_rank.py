@@ -54,7 +54,8 @@ def best(matrix, rank):
 @pytest.mark.parametrize(("out", "into"), [(7, 9), (12, 4), (3, 30)])
 def test_products_are_averaged_and_cut_off_as_the_dense_mean_is(ranks, rank, out, into):
     """Without a cut where the ranks sum to at most r; the stack may be wider than the layer."""
-    pairs, weights = drawn(ranks, out, into), shares(len(ranks))
+    pairs = drawn(ranks, out, into)
+    weights = shares(len(ranks))
     ((_, before),) = drawn([rank], out, into, seed=1)
     product, (up, down) = dense(pairs, weights), truncate(weighted_sum(pairs, weights), rank, before)
     assert up.shape == (out, rank)
@@ -88,12 +89,12 @@ def test_two_clients_by_hand():
 
 def orthogonal(rows):
     """By Gram and Schmidt, with the largest number of each row positive."""
-    found = []
+    results = []
     for row in rows:
-        for other in found * 2:
+        for other in results * 2:
             row = row - (other @ row) * other
-        found.append(row / row.norm() * row[row.abs().argmax()].sign())
-    return torch.stack(found)
+        results.append(row / row.norm() * row[row.abs().argmax()].sign())
+    return torch.stack(results)
 
 
 @pytest.mark.parametrize("nudge", [0.0, 1e-15, -3e-15])
@@ -119,11 +120,13 @@ def test_rounding_does_not_choose_the_rows_that_the_mean_leaves_free(nudge):
 
 @pytest.mark.parametrize("strength", [1e-3, 0.01, 2.0])
 def test_the_corrected_factor_is_the_minimum(strength):
-    pairs, weights = drawn([3] * 4), shares(4)
+    pairs = drawn([3] * 4)
+    weights = shares(4)
     up, down = (sum(w * pair[side] for w, pair in zip(weights, pairs, strict=True)) for side in (0, 1))
-    found, same = correct_up(pairs, weights, strength)
+    result, same = correct_up(pairs, weights, strength)
     torch.testing.assert_close(same, down, **EXACT)
-    leaf, product = found.clone().requires_grad_(), dense(pairs, weights)
+    leaf = result.clone().requires_grad_()
+    product = dense(pairs, weights)
     loss = (product - leaf @ down).square().sum() + strength * (leaf - up).square().sum()
     (slope,) = torch.autograd.grad(loss, leaf)
     assert slope.abs().max() < 1e-11
@@ -133,7 +136,8 @@ def test_the_corrected_factor_is_the_minimum(strength):
 
 
 FACTORS = (Factors("fc.A", "fc.B", 0.5), Factors("conv.A", "conv.B", 3.0), Factors("many.A", "many.B", 2.0))
-CLIENTS, RANK = 3, 2
+CLIENTS = 3
+RANK = 2
 
 
 def uploads(seed=0, dtype=torch.float64):
@@ -185,7 +189,8 @@ def distance(one, other):
 def test_groups_of_a_convolution_are_pairs_of_their_own():
     """Against the layers themselves, run one after the other."""
     one = rows(uploads())[0]
-    down, up = nn.Conv2d(4, 4, 3, bias=False).double(), nn.Conv2d(4, 6, 1, groups=2, bias=False).double()
+    down = nn.Conv2d(4, 4, 3, bias=False).double()
+    up = nn.Conv2d(4, 6, 1, groups=2, bias=False).double()
     convolution = nn.Conv2d(4, 6, 3, bias=False).double()
     with torch.no_grad():
         down.weight.copy_(one["many.A"])
@@ -197,28 +202,33 @@ def test_groups_of_a_convolution_are_pairs_of_their_own():
 
 
 def test_svd_keeps_the_best_of_each_layer_and_averages_the_rest():
-    updates, case = uploads(), aggregation(uploads())
+    updates = uploads()
+    case = aggregation(uploads())
     out = SVD()(case)
     assert list(out) == list(updates)
-    found, expected = products(out), means(updates)
+    actual = products(out)
+    expected = means(updates)
     for key, rank in (("fc", RANK), ("conv", RANK)):
-        torch.testing.assert_close(found[key], best(expected[key], rank), **EXACT)
+        torch.testing.assert_close(actual[key], best(expected[key], rank), **EXACT)
     halves = torch.cat([best(half, 2) for half in expected["many"].split(3)])
-    torch.testing.assert_close(found["many"], halves, **EXACT)
+    torch.testing.assert_close(actual["many"], halves, **EXACT)
     average = mean({key: updates[key] for key in ("head", "seen")}, case.weights)
     assert all(torch.equal(out[key], value) for key, value in average.items())
     size = distance(expected, {key: 0 * value for key, value in expected.items()})
-    assert case.metrics == {"updates/lora_error": pytest.approx(distance(found, expected) / size, rel=1e-10)}
+    assert case.metrics == {"updates/lora_error": pytest.approx(distance(actual, expected) / size, rel=1e-10)}
 
 
 def test_lora_fair_is_nearer_to_the_mean_than_the_means_are_and_leaves_a():
-    updates, case = uploads(), aggregation(uploads())
-    out, expected = LoRAFair()(case), means(updates)
+    updates = uploads()
+    case = aggregation(uploads())
+    out = LoRAFair()(case)
+    expected = means(updates)
     average = mean(updates, case.weights)
     assert list(out) == list(updates)
     for key in ("fc.A", "conv.A", "many.A", "head", "seen"):
         torch.testing.assert_close(out[key], average[key], **EXACT)
-    before, after = distance(products(average), expected), distance(products(out), expected)
+    before = distance(products(average), expected)
+    after = distance(products(out), expected)
     assert after < 0.9 * before
     size = distance(expected, {key: 0 * value for key, value in expected.items()})
     assert case.metrics == {"updates/lora_error": pytest.approx(after / size, rel=1e-10)}
@@ -227,7 +237,8 @@ def test_lora_fair_is_nearer_to_the_mean_than_the_means_are_and_leaves_a():
 
 
 def test_there_is_no_residual_where_one_factor_is_the_same():
-    updates, weights = uploads(), aggregation(uploads()).weights
+    updates = uploads()
+    weights = aggregation(uploads()).weights
     assert lora_residual(FACTORS, Updates(updates), weights) > 0.5
     for side in ("A", "B"):
         same = {key: value[:1].expand_as(value) if key.endswith(side) else value for key, value in updates.items()}
@@ -253,13 +264,14 @@ def test_equal_clients_change_nothing(rule):
 @pytest.mark.parametrize("rule", [SVD(), LoRAFair()])
 def test_they_are_no_functions_of_the_mean(rule):
     """So privacy of whole clients, which knows the mean alone, rejects them."""
-    one, other = uploads(), uploads(1)
+    one = uploads()
+    other = uploads(1)
     moved = {k: v - v.mean(0) + one[k].mean(0) for k, v in other.items() if v.is_floating_point()} | {
         "seen": one["seen"]
     }
-    found = [rule(aggregation(updates, weights=client_weights("uniform", [1] * CLIENTS))) for updates in (one, moved)]
-    torch.testing.assert_close(found[0]["head"], found[1]["head"], **EXACT)
-    assert not torch.allclose(found[0]["fc.B"], found[1]["fc.B"], atol=0.01)
+    result = [rule(aggregation(updates, weights=client_weights("uniform", [1] * CLIENTS))) for updates in (one, moved)]
+    torch.testing.assert_close(result[0]["head"], result[1]["head"], **EXACT)
+    assert not torch.allclose(result[0]["fc.B"], result[1]["fc.B"], atol=0.01)
     assert not rule.function_of_mean
 
 

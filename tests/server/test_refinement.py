@@ -69,7 +69,8 @@ def test_a_model_is_not_distilled_into_itself():
 class OfTwo(Ranks):
     """One of two processes, as far as it can be told from the other."""
 
-    rank, size = 1, 2
+    rank = 1
+    size = 2
 
     def sum_(self, tensors):
         """The other one has nothing to add."""

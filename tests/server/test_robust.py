@@ -55,7 +55,8 @@ def vector(state):
 @pytest.mark.parametrize(("clients", "suspected", "keep"), [(7, 0.2, None), (7, 0.29, 1), (9, 0.34, 3), (12, 0.1, 5)])
 def test_krum_is_its_definition(clients, suspected, keep):
     updates = uploads(clients, clients)
-    rows, suspects = points(updates), int(suspected * clients)
+    rows = points(updates)
+    suspects = int(suspected * clients)
     scores = []
     for client in range(clients):
         squares = sorted(
@@ -88,14 +89,15 @@ def test_krum_says_how_many_clients_it_needs():
 @pytest.mark.parametrize("clients", [1, 2, 5, 8])
 def test_geometric_median_minimises_the_distances(clients):
     updates = uploads(clients, clients)
-    rows, weights = points(updates), np.arange(1, clients + 1) / sum(range(1, clients + 1))
+    rows = points(updates)
+    weights = np.arange(1, clients + 1) / sum(range(1, clients + 1))
 
     def total(x):
         return float(weights @ np.sqrt(((rows - x) ** 2).sum(1)))
 
-    found = vector(GeometricMedian()(aggregation(updates)))
+    result = vector(GeometricMedian()(aggregation(updates)))
     best = minimize(total, rows.mean(0), method="Nelder-Mead", options={"maxiter": 40_000, "maxfev": 40_000})
-    assert total(found) <= min(best.fun, *map(total, rows)) * (1 + 1e-6)
+    assert total(result) <= min(best.fun, *map(total, rows)) * (1 + 1e-6)
 
 
 def test_geometric_median_of_numbers_is_their_median():
@@ -116,7 +118,8 @@ def test_geometric_median_is_where_most_are():
 @pytest.mark.parametrize("aggregate", [None, Median()])
 def test_norm_clipping_shortens_each_change(max_norm, aggregate):
     updates = uploads(3, 5)
-    start, parts = vector(PREVIOUS), []
+    start = vector(PREVIOUS)
+    parts = []
     for key, limit in (("w", max_norm), ("running_var", None)):
         previous = PREVIOUS[key].numpy().ravel()
         changes = updates[key].numpy().reshape(5, -1) - previous
@@ -150,14 +153,15 @@ def predictions(models, images, labelled):
 @pytest.mark.parametrize("clients", [1, 4, 7])
 def test_fltrust_is_the_cosine_of_what_predictions_moved(clients, labels):
     updates = uploads(clients, clients)
-    found = predictions(updates, 9, False)[0].numpy().reshape(clients, -1)
+    result = predictions(updates, 9, False)[0].numpy().reshape(clients, -1)
     before = predictions({"w": PREVIOUS["w"][None]}, 9, False)[0].numpy().ravel()
-    towards = (LABELS[:9].numpy().ravel() if labels else np.median(found, 0)) - before
+    towards = (LABELS[:9].numpy().ravel() if labels else np.median(result, 0)) - before
     trust = []
-    for own in found:
+    for own in result:
         cosine = (own - before) @ towards / np.linalg.norm(own - before) / np.linalg.norm(towards)
         trust.append(max(0.0, cosine))
-    asked, rule = replace(aggregation(updates), predict=predictions), FLTrust(labels, 9)
+    asked = replace(aggregation(updates), predict=predictions)
+    rule = FLTrust(labels, 9)
     np.testing.assert_allclose(rule.trust(asked).numpy(), trust, rtol=1e-10, atol=1e-15)
     assert sum(trust) > 0
     weights = torch.tensor(trust, dtype=torch.float64) / sum(trust)
@@ -223,7 +227,7 @@ def test_of_a_client_that_sends_nonsense_neither_update_nor_weight_is_in_the_geo
     others = [client for client in range(7) if client != broken]
     updates["w"][broken] = torch.nan
     weights = client_weights("samples", [50, 1, 1, 20, 1, 2, 90])
-    found = vector(GeometricMedian()(aggregation(updates, weights)))
+    actual = vector(GeometricMedian()(aggregation(updates, weights)))
     rows = points(updates)[others]
     own = weights[others].numpy()
 
@@ -231,4 +235,4 @@ def test_of_a_client_that_sends_nonsense_neither_update_nor_weight_is_in_the_geo
         return float((own * np.linalg.norm(rows - point, axis=1)).sum())
 
     expected = minimize(distance, rows.mean(0), method="Nelder-Mead", options={"xatol": 1e-9, "maxiter": 20000})
-    assert distance(found) <= expected.fun * (1 + 1e-5)
+    assert distance(actual) <= expected.fun * (1 + 1e-5)

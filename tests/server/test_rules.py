@@ -29,7 +29,8 @@ from perada.server import (
 )
 from tests.rejections import rejects
 
-CLIENTS, ROUNDS = 6, 5
+CLIENTS = 6
+ROUNDS = 5
 PARAMETERS = frozenset({"w", "scalar"})
 
 
@@ -54,7 +55,9 @@ def weights(clients=CLIENTS):
 
 def run(rule, rounds=ROUNDS, dtype=torch.float64, state=None, first=0, previous=None):
     """States after each round; and what the rule keeps."""
-    previous, state, states = previous or start(dtype), {} if state is None else state, []
+    previous = previous or start(dtype)
+    state = {} if state is None else state
+    states = []
     for round in range(first, first + rounds):
         aggregation = Aggregation(uploads(round, dtype=dtype), weights(), previous, PARAMETERS, round, state)
         previous = previous | rule(aggregation)
@@ -153,7 +156,9 @@ NEXT_V = {
 
 def adaptive_loop(kind, x, targets):
     """One coordinate of Reddi et al., Algorithm 2, in Python's floats: eta 0.3, beta1 0.4, beta2 0.6, tau 0.01."""
-    m, v, path = 0.0, 0.01**2, []
+    m = 0.0
+    v = 0.01**2
+    path = []
     for target in targets:
         delta = target - x
         m = 0.4 * m + 0.6 * delta
@@ -202,7 +207,8 @@ def test_modified_local_gd_is_its_closed_form(alpha, power):
 
 
 def test_the_initial_state_is_remembered_even_if_it_is_overwritten_in_place():
-    previous, state = start(), {}
+    previous = start()
+    state = {}
     initial = previous["w"].clone()
     for round in range(2):
         out = ModifiedLocalGD(0.5)(Aggregation(uploads(round), weights(), previous, PARAMETERS, round, state))
@@ -230,7 +236,9 @@ def test_the_mean_is_the_mean():
 @every_rule
 def test_half_and_single_precision_follow_double(rule, dtype):
     """The same sequence of rounds on the rounded numbers in float64, up to what the dtype can hold after each round."""
-    state, exact_state, previous = {}, {}, start(dtype)
+    state = {}
+    exact_state = {}
+    previous = start(dtype)
     for round in range(ROUNDS):
         sent = uploads(round, dtype=dtype)
         exact = {key: value.double() if value.is_floating_point() else value for key, value in sent.items()}
@@ -275,7 +283,8 @@ def test_the_middle_of_two_large_numbers_fits_in_half_precision():
 
 @every_rule
 def test_shapes_names_and_inputs(rule):
-    updates, previous = uploads(0), start()
+    updates = uploads(0)
+    previous = start()
     before = copy.deepcopy((updates, previous))
     out = rule(Aggregation(updates, weights(), previous, PARAMETERS, 0))
     assert list(out) == list(updates)
@@ -298,8 +307,12 @@ def test_a_saved_and_loaded_state_goes_on_where_it_was(rule):
 
 def test_the_rules_of_a_composition_keep_their_tensors_apart():
     """Momentum on Adam: Adam moves as it would alone from the same states, and momentum is SGD on that move."""
-    rule, adam = RULES["momentum on adam"], RULES["adam"]
-    previous, state, inner, u = start(), {}, {}, 0.0
+    rule = RULES["momentum on adam"]
+    adam = RULES["adam"]
+    previous = start()
+    state = {}
+    inner = {}
+    u = 0.0
     for round in range(ROUNDS):
         sent = uploads(round)
         target = adam(Aggregation(sent, weights(), previous, PARAMETERS, round, inner))

@@ -30,14 +30,14 @@ def test_options_by_which_nothing_is_hidden_are_rejected(option, value):
 @pytest.mark.parametrize("shares", [[1.0] * 4, [3.0, 1.0, 20.0, 7.0]])
 def test_means_are_those_of_pythons_whole_numbers(bits, shares):
     updates = {"w": torch.randn(4, 2, 3), "norm.count": torch.tensor([3, 4, 4, 9])}
-    found = SecureSums(fraction_bits=bits).mean(Updates(updates), shares)
+    result = SecureSums(fraction_bits=bits).mean(Updates(updates), shares)
     for i in range(2):
         for j in range(3):
             terms = [round(float(updates["w"][c, i, j]) * shares[c] * 2**bits) for c in range(4)]  # halves to even too
-            assert found["w"][i, j] == torch.tensor(sum(terms) / 2**bits / sum(shares), dtype=torch.float64).float()
-    assert found["norm.count"] == round(sum(n * p for n, p in zip([3, 4, 4, 9], shares, strict=True)) / sum(shares))
+            assert result["w"][i, j] == torch.tensor(sum(terms) / 2**bits / sum(shares), dtype=torch.float64).float()
+    assert result["norm.count"] == round(sum(n * p for n, p in zip([3, 4, 4, 9], shares, strict=True)) / sum(shares))
     exact = (updates["w"].double() * torch.tensor(shares).view(-1, 1, 1)).sum(0) / sum(shares)
-    assert (found["w"].double() - exact).abs().max() <= 2.0 ** -(bits + 1) * 4 / sum(shares) + 1e-7
+    assert (result["w"].double() - exact).abs().max() <= 2.0 ** -(bits + 1) * 4 / sum(shares) + 1e-7
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**38, -(2.0**38)])
@@ -58,7 +58,8 @@ def test_the_largest_numbers_do_not_wrap_around():
 @pytest.mark.parametrize("min_sites", range(3, 12))
 def test_up_to_half_of_min_sites_may_work_with_the_server(min_sites):
     """Counted over all ways in which a server can divide the honest sites of a round, of whatever size."""
-    secure, reads = SecureSums(min_sites), set()
+    secure = SecureSums(min_sites)
+    reads = set()
     for sites in range(min_sites, 60):
         least = secure.least(sites)
         for helpers in range(sites):

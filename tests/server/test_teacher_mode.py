@@ -51,7 +51,9 @@ class Public:
     """Public images that count how often they are read."""
 
     def __init__(self, images, steps):
-        self.images, self.steps, self.read = images, steps, 0
+        self.images = images
+        self.steps = steps
+        self.read = 0
 
     def public_indices(self, round, steps, batch_size):
         return self.steps
@@ -99,7 +101,8 @@ def test_distillation_equals_a_plain_loop(kind, student_mode, momentum):
     student.drop.p = 0.0 if student_mode == "train" else 0.5  # its masks would be perada's own
     x = images()
     options = Distillation(len(STEPS), student_mode=student_mode, **OPTIONS)
-    public, states = Public(x, STEPS), stack([get_state(teacher) for teacher in teachers])
+    public = Public(x, STEPS)
+    states = stack([get_state(teacher) for teacher in teachers])
     before = {key: value.clone() for key, value in states.items()}
     distiller = Distiller(Engine(copy.deepcopy(student), kind), options, parameter_keys(student), public)
     refined = distiller(get_state(student), states)
@@ -124,26 +127,28 @@ def test_distillation_equals_a_plain_loop(kind, student_mode, momentum):
 )
 @pytest.mark.filterwarnings("ignore:engine='auto':UserWarning")
 def test_logits_of_each_kind_of_norm_are_those_of_training_mode(kind, options):
-    teachers, x = models(3, **options), images(6)
+    teachers = models(3, **options)
+    x = images(6)
     engine = Engine(network(**options), "auto" if "norm" in options else kind)
     states = stack([get_state(teacher) for teacher in teachers])
     expected = torch.stack([in_training_mode(teacher, x) for teacher in teachers])
     for rows in (None, 4, 1):  # however few may run at once, a batch stays whole
-        found = engine.shared_logits(states, x, rows, batch_statistics=True)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+        actual = engine.shared_logits(states, x, rows, batch_statistics=True)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
 
 
 @ENGINES
 def test_a_frozen_norm_keeps_the_statistics_that_it_came_with(kind):
-    frozen, x = models(1)[0], images()
+    frozen = models(1)[0]
+    x = images()
     frozen.norm.requires_grad_(False)
     before = copy.deepcopy(frozen.norm.state_dict())
     engine = Engine(frozen, kind)
     trained = {key: value for key, value in get_state(frozen).items() if not key.startswith("norm")}
     states = {key: value.unsqueeze(0) for key, value in trained.items()}
     assert not engine.has_batch_norms
-    found = engine.shared_logits(states, x, batch_statistics=True)
-    torch.testing.assert_close(found[0], frozen.eval()(x).detach(), rtol=1e-9, atol=1e-10)
+    result = engine.shared_logits(states, x, batch_statistics=True)
+    torch.testing.assert_close(result[0], frozen.eval()(x).detach(), rtol=1e-9, atol=1e-10)
     assert all(torch.equal(value, before[key]) for key, value in frozen.norm.state_dict().items())
 
 
@@ -152,7 +157,8 @@ def test_each_image_passes_once_where_the_mode_makes_no_difference(norm):
     make = (lambda channels: nn.GroupNorm(2, channels)) if norm is nn.GroupNorm else norm
     torch.manual_seed(0)
     student, *teachers = (network(make) for _ in range(3))
-    results, read = [], []
+    results = []
+    read = []
     for mode in ("train", "eval"):
         public = Public(images(), STEPS)
         chosen = Distillation(len(STEPS), **OPTIONS | {"teacher_mode": mode})
@@ -169,7 +175,8 @@ def test_each_image_passes_once_where_the_mode_makes_no_difference(norm):
 
 
 def test_steps_on_all_public_images_share_one_batch():
-    engine, indices = Engine(network()), torch.stack([torch.randperm(7) for _ in range(20)])
+    engine = Engine(network())
+    indices = torch.stack([torch.randperm(7) for _ in range(20)])
     plan = TeacherBatches.of_steps(indices, Distillation(20, "full", teacher_mode="train"), engine)
     assert [batch.tolist() for batch in plan.index_batches] == [list(range(7))]
     assert torch.equal(plan.rows, indices)
@@ -253,14 +260,15 @@ def test_a_run_is_not_resumed_in_the_other_mode(tmp_path):
 def test_half_precision_is_close_to_a_plain_loop(precision):
     """Teachers under autocast, or of half-precision numbers; norms work in single precision in both."""
     dtype = {"bf16-mixed": torch.float32, "16-true": torch.float16, "bf16-true": torch.bfloat16}[precision]
-    teachers, x = [model.to(dtype) for model in models(3)], images(6).to(dtype)
+    teachers = [model.to(dtype) for model in models(3)]
+    x = images(6).to(dtype)
     states = stack([get_state(teacher) for teacher in teachers])
     engine = Engine(network().to(dtype))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-        found = engine.shared_logits(states, x, batch_statistics=True)
+        actual = engine.shared_logits(states, x, batch_statistics=True)
         expected = torch.stack([in_training_mode(teacher, x) for teacher in teachers])
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected.float(), rtol=0.05, atol=0.05)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected.float(), rtol=0.05, atol=0.05)
     assert torch.equal(states["norm.running_mean"], stack([get_state(t) for t in teachers])["norm.running_mean"])
 
 

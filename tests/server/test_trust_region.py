@@ -71,7 +71,8 @@ def distilled_by_a_loop(student, teachers, previous, share, student_mode):
 
     moved = distance(refined, student)
     radius = share * distance(student, previous)
-    end, start = get_state(refined), get_state(student)
+    end = get_state(refined)
+    start = get_state(student)
     if moved <= radius:
         return end, moved, radius
     for key, value in end.items():
@@ -239,7 +240,9 @@ def test_each_mode_of_an_ensemble_has_a_region_of_its_own(tmp_path):
         keys = parameter_keys(network())
         return torch.stack([torch.cat([state[key].flatten() for key in keys]) for state in ended.states("global")])
 
-    started, average, distilled = modes(1e-30, steps=0), modes(steps=0), modes()
+    started = modes(1e-30, steps=0)
+    average = modes(steps=0)
+    distilled = modes()
     radii = 0.25 * (average - started).norm(dim=1)
     assert abs(float(radii[0] - radii[1])) > 1e-3
     torch.testing.assert_close((distilled - average).norm(dim=1), radii)

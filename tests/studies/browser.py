@@ -36,7 +36,11 @@ class Browser:
         )
         os.close(to_it)
         os.close(from_it)
-        self.commands, self.buffer, self.number, self.events, self.session = ours, b"", 0, [], None
+        self.commands = ours
+        self.buffer = b""
+        self.number = 0
+        self.events = []
+        self.session = None
         page = next(one for one in self.send("Target.getTargets")["targetInfos"] if one["type"] == "page")
         attached = self.send("Target.attachToTarget", targetId=page["targetId"], flatten=True)
         self.session = attached["sessionId"]

@@ -39,7 +39,8 @@ def descend(weights, phi, y, lr, steps):
 
 
 def test_the_basis_is_gaussian():
-    x, centres = torch.tensor([0.1, -0.4], dtype=torch.float64), torch.tensor([0.0, 0.1, 0.3], dtype=torch.float64)
+    x = torch.tensor([0.1, -0.4], dtype=torch.float64)
+    centres = torch.tensor([0.0, 0.1, 0.3], dtype=torch.float64)
     plain = [[math.exp(-((a - b) ** 2) / (2 * 0.08**2)) for b in centres.tolist()] for a in x.tolist()]
     np.testing.assert_allclose(basis(x, centres).numpy(), plain, rtol=1e-12)
 
@@ -132,13 +133,14 @@ def test_only_the_sampled_clients_train():
 @pytest.mark.slow
 def test_bias_and_variance_split_the_error():
     draw = np.random.default_rng(0)
-    truth, predictions = draw.normal(size=30), draw.normal(size=(12, 30)) + 0.5
-    found = decompose(torch.from_numpy(predictions), torch.from_numpy(truth))
-    assert found["squared_bias"] + found["variance"] == pytest.approx(np.mean((predictions - truth) ** 2))
-    assert found["variance"] == pytest.approx(predictions.var(0).mean())
-    assert found["bias"] == pytest.approx(np.sqrt(np.mean((predictions.mean(0) - truth) ** 2)))
+    truth = draw.normal(size=30)
+    predictions = draw.normal(size=(12, 30)) + 0.5
+    result = decompose(torch.from_numpy(predictions), torch.from_numpy(truth))
+    assert result["squared_bias"] + result["variance"] == pytest.approx(np.mean((predictions - truth) ** 2))
+    assert result["variance"] == pytest.approx(predictions.var(0).mean())
+    assert result["bias"] == pytest.approx(np.sqrt(np.mean((predictions.mean(0) - truth) ** 2)))
     by_rerun = ((predictions - predictions.mean(0)) ** 2).mean(1)
-    assert found["variance_se"] == pytest.approx(by_rerun.std(ddof=1) / np.sqrt(12))
+    assert result["variance_se"] == pytest.approx(by_rerun.std(ddof=1) / np.sqrt(12))
 
 
 def transfer(problem: Problem, rounds: int) -> np.ndarray:
@@ -153,10 +155,10 @@ def test_one_modes_variance_is_that_of_its_initial_weights():
     problem = make_problem(0)
     weights = train(problem, replace(SMALL, reruns=200, rounds=20, init_std=0.5), 1)
     grid = basis(torch.linspace(-1, 1, 101, dtype=torch.float64), problem.centres)
-    found = decompose(weights.mean(1) @ grid.mT, torch.zeros(101, dtype=torch.float64))
+    result = decompose(weights.mean(1) @ grid.mT, torch.zeros(101, dtype=torch.float64))
     exact = 0.25 * np.mean(np.sum((grid.numpy() @ transfer(problem, 20)) ** 2, axis=1))
-    assert found["variance_se"] < 0.1 * exact
-    assert abs(found["variance"] - exact) < 3 * found["variance_se"]
+    assert result["variance_se"] < 0.1 * exact
+    assert abs(result["variance"] - exact) < 3 * result["variance_se"]
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +180,8 @@ def test_the_variance_falls_as_one_over_the_modes(rows):
 def test_the_bias_stays():
     problem = make_problem(0)
     x = torch.linspace(-1, 1, 101, dtype=torch.float64)
-    grid, truth = basis(x, problem.centres), torch.sin(2 * math.pi * x)
+    grid = basis(x, problem.centres)
+    truth = torch.sin(2 * math.pi * x)
     # Initial weights have mean zero and everything is linear in them: without them the bias is the one of many re-runs.
     settings = replace(SMALL, reruns=10, rounds=40, init_std=0.0)
     one, four = (decompose(train(problem, settings, k).mean(1) @ grid.mT, truth)["bias"] for k in (1, 4))
@@ -211,10 +214,10 @@ def test_equal_seeds_write_equal_files_and_leave_the_global_stream(tmp_path):
 
 def test_the_command_prints_what_it_writes(tmp_path, capsys):
     main(["study", "fed-ensemble", "--quick", "--modes=[7]", f"--output={tmp_path / 'out'}"])
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "fed_ensemble.json").read_text())
     assert (written["settings"]["reruns"], written["settings"]["rounds"]) == (10, 20)
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines() if line[:1] == "|"]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines() if line[:1] == "|"]
     assert [line[:2] for line in lines[2:]] == [["1", "20"], ["2", "20"], ["4", "20"]]
     for line, row in zip(lines[2:], written["rows"], strict=True):
         assert float(line[3]) == pytest.approx(row["squared_bias"], abs=5e-5)

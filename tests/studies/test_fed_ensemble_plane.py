@@ -64,13 +64,15 @@ def test_the_loss_of_a_vector_of_weights_is_that_of_the_network_with_them():
     network = plane_study.convolutional_network(2, 8, 8, 3)
     like = {name: value.detach() for name, value in network.named_parameters()}
     vector = torch.cat([value.flatten() for value in like.values()]) * 0.5
-    images, labels = torch.rand(2100, 1, 8, 8), torch.arange(2100) % 3  # more images than one chunk holds
-    found = loss_at(network, vector, like, images, labels)
+    # more images than one chunk holds
+    images = torch.rand(2100, 1, 8, 8)
+    labels = torch.arange(2100) % 3
+    actual = loss_at(network, vector, like, images, labels)
     with torch.no_grad():
         for value in network.parameters():
             value.mul_(0.5)
         expected = F.cross_entropy(network(images), labels).item()
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def test_options_that_give_no_plane_are_rejected():

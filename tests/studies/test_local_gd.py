@@ -20,7 +20,8 @@ from perada.studies import local_gd, local_gd_curves, local_gd_head
 from perada.studies import local_gd_linear as linear
 from tests.rejections import rejects
 
-NODES, SAMPLES = 4, 6
+NODES = 4
+SAMPLES = 6
 
 
 def pair(dimension=40, **options):
@@ -56,7 +57,9 @@ def exponential(x, y, w, start):
 @pytest.mark.parametrize("kind", ["regression", "classification"])
 def test_local_steps_are_autograds(kind):
     problem = pair()[kind == "classification"]
-    steps, lr, loss = 25, 0.01, squared if kind == "regression" else exponential
+    steps = 25
+    lr = 0.01
+    loss = squared if kind == "regression" else exponential
     local = (
         linear.regression_steps(problem, steps, lr)
         if kind == "regression"
@@ -120,7 +123,8 @@ def test_unequal_nodes_are_trained_as_by_a_plain_loop():
     path = linear.federate(linear.classification_steps(problem, 25, 0.01, 0.3), 40, 2)
     torch.testing.assert_close(path[-1], w, rtol=1e-10, atol=1e-12)
 
-    x, y = torch.cat([x for x, _ in rows]), torch.cat([y for _, y in rows])
+    x = torch.cat([x for x, _ in rows])
+    y = torch.cat([y for _, y in rows])
     central = torch.zeros(40, dtype=torch.float64)
     for _ in range(50):
         central = central + 0.01 * (y * torch.exp(-y * (x @ central))) @ x / len(y)
@@ -148,7 +152,8 @@ def test_with_dirichlet_nodes_too_both_variants_turn_to_the_centralized_model():
 @pytest.mark.parametrize("classify", [False, True])
 def test_the_centralized_model_is_gradient_descent_on_all_data(classify):
     problem = pair()[classify]
-    x, y = problem.x.reshape(-1, 40), problem.y.reshape(-1)
+    x = problem.x.reshape(-1, 40)
+    y = problem.y.reshape(-1)
     leaf = torch.zeros(40, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([leaf], lr=0.01)
     for _ in range(50):
@@ -164,7 +169,8 @@ def test_the_centralized_model_is_gradient_descent_on_all_data(classify):
 @pytest.mark.parametrize("steps", [None, 7])
 def test_the_closed_form_is_the_sum_of_powers(dimension, steps):
     problem = pair(dimension)[0]
-    projections, targets = [], []
+    projections = []
+    targets = []
     for x, y in zip(problem.x.numpy(), problem.y.numpy(), strict=True):
         inverse = np.linalg.pinv(x)
         contraction = np.eye(dimension) - 0.01 * x.T @ x
@@ -172,11 +178,12 @@ def test_the_closed_form_is_the_sum_of_powers(dimension, steps):
             inverse @ x if steps is None else np.eye(dimension) - np.linalg.matrix_power(contraction, steps)
         )
         targets.append(projections[-1] @ inverse @ y)
-    rest, mean = np.eye(dimension) - np.mean(projections, 0), np.mean(targets, 0)
-    found = linear.closed_form(problem, 6, steps, 0.01)
+    rest = np.eye(dimension) - np.mean(projections, 0)
+    mean = np.mean(targets, 0)
+    actual = linear.closed_form(problem, 6, steps, 0.01)
     for rounds in range(7):
         expected = sum((np.linalg.matrix_power(rest, k) @ mean for k in range(rounds)), np.zeros(dimension))
-        np.testing.assert_allclose(found[rounds].numpy(), expected, rtol=1e-9, atol=1e-11)
+        np.testing.assert_allclose(actual[rounds].numpy(), expected, rtol=1e-9, atol=1e-11)
 
 
 def check_regression(dimension, nodes, samples, steps, rounds, lr):
@@ -255,15 +262,15 @@ def test_expected_accuracy_is_that_of_many_samples():
 
 
 def check_classification(dimension, nodes, settings):
-    found = local_gd_curves.classification_at(dimension, nodes, settings, 0)
+    result = local_gd_curves.classification_at(dimension, nodes, settings, 0)
     for name in ("plain", "modified"):
         for target in ("svm", "central"):
-            assert (np.diff(found[f"{name}_{target}"]) < 0).all()
+            assert (np.diff(result[f"{name}_{target}"]) < 0).all()
     for target in ("svm", "central"):
-        plain, modified = (np.array(found[f"{name}_{target}"]) for name in ("plain", "modified"))
+        plain, modified = (np.array(result[f"{name}_{target}"]) for name in ("plain", "modified"))
         assert plain[0] == pytest.approx(modified[0], rel=1e-12)  # from w⁰ = 0, the first round only differs in length
         assert (plain[1:] < modified[1:]).all()
-    return found
+    return result
 
 
 @pytest.mark.slow
@@ -277,8 +284,8 @@ def test_both_variants_turn_to_the_machine_and_the_modified_one_more_slowly():
 
 @pytest.mark.slow
 def test_both_variants_turn_to_the_machine_at_the_papers_size():
-    found = check_classification(1500, local_gd_curves.Nodes(), local_gd_curves.ClassificationSettings())
-    assert found["modified_central"][-1] < 0.15 * found["modified_central"][0]
+    result = check_classification(1500, local_gd_curves.Nodes(), local_gd_curves.ClassificationSettings())
+    assert result["modified_central"][-1] < 0.15 * result["modified_central"][0]
 
 
 def test_rates_that_diverge_are_rejected():
@@ -302,13 +309,13 @@ def head():
 def test_vectors_are_what_timm_gives_its_head(head):
     settings, _ = head
     model = build_backbone("test_resnet", pretrained="perada:fashion_test_resnet", image_size=32)
-    found = local_gd_head.extract_features(settings)
+    actual = local_gd_head.extract_features(settings)
     images = prepare_images(Digits(False).images[:9], model.image_config, 32)
     with torch.no_grad():
         expected = model.model.forward_head(model.model.forward_features(images), pre_logits=True)
-    torch.testing.assert_close(found.test_features[:9], expected)
-    assert torch.equal(found.train_labels, Digits(True).labels)
-    assert found.train_features.shape == (1438, expected.shape[1])
+    torch.testing.assert_close(actual.test_features[:9], expected)
+    assert torch.equal(actual.train_labels, Digits(True).labels)
+    assert actual.train_features.shape == (1438, expected.shape[1])
 
 
 def test_heads_are_trained_as_by_a_plain_loop(head, monkeypatch):
@@ -349,7 +356,8 @@ def loop(network, data, shares, settings, share):
     """Heads (K, F + 1), bias last, after each round of Local-GD pulled back to the start by 1 - share(round)."""
     x = torch.cat([data.train_features, torch.ones(len(data.train_features), 1)], 1)
     first = torch.cat([network[1].weight, network[1].bias[:, None]], 1).detach()
-    w, path = first, []
+    w = first
+    path = []
     for k in range(1, settings.rounds + 1):
         models = []
         for rows in shares:
@@ -372,14 +380,14 @@ def test_the_quick_study_writes_its_numbers_and_its_figure(tmp_path, capsys):
     assert written["settings"]["seed"] == 4
     settings = written["settings"]["regression"]
     nodes = local_gd_curves.Nodes(**written["settings"]["nodes"])
-    found = written["regression"]
-    assert found["dimensions"]["dimension"] == settings["dimensions"]
+    result = written["regression"]
+    assert result["dimensions"]["dimension"] == settings["dimensions"]
     again = local_gd_curves.regression_at(30, nodes, local_gd_curves.RegressionSettings(**settings), 4)
-    assert {name: curve[0] for name, curve in found["dimensions"].items()} == {"dimension": 30} | {
+    assert {name: curve[0] for name, curve in result["dimensions"].items()} == {"dimension": 30} | {
         name: curve[-1] for name, curve in again.items()
     }
-    assert len(found["rounds"]["closed"]) == settings["rounds"] + 1
-    assert max(found["rounds"]["closed"]) < 1e-6 * found["rounds"]["scale"][0]
+    assert len(result["rounds"]["closed"]) == settings["rounds"] + 1
+    assert max(result["rounds"]["closed"]) < 1e-6 * result["rounds"]["scale"][0]
     assert len(written["classification"]["rounds"]["plain_svm"]) == written["settings"]["classification"]["rounds"]
     assert len(written["head"]["plain_central"]) == written["settings"]["head"]["rounds"]
     alphas = written["settings"]["dirichlet"]["alphas"]

@@ -25,7 +25,6 @@ from perada.studies.report.plotting import label_points, new_axes, report_style
 from perada.studies.report.records import CLASSIFICATION, RunRecord, read_records
 from perada.studies.report.several import comparison, group_runs
 from perada.tasks import Classification, MultiLabel
-from tests.options import sections
 
 SCRIPT = "<script>alert(1)</script>"
 NAMES = [f"{SCRIPT}$x_1$", "=1+1", '"onload="x', "-->", "\x1b[31m\x07\u202e赤", "six"]
@@ -37,7 +36,9 @@ class Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.tags, self.tables, self.text = [], {}, []
+        self.tags = []
+        self.tables = {}
+        self.text = []
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):
@@ -64,7 +65,7 @@ def runs(tiny, tmp_path_factory):
     named = perada.data.FederatedData(data.train, data.test, data.public, classes=NAMES[:3], client_names=NAMES[1:])
     for seed, algorithm in ((0, "perada"), (1, "perada"), (0, "fedavg")):
         options = tiny.options | {"algorithm": algorithm, "seed": seed, "default_root_dir": root}
-        created.append(perada.finetune(tiny.net(), named, **sections(rounds=2, **options)))
+        created.append(tiny.finetune(named, rounds=2, **options))
     return [root / "lightning_logs" / f"version_{number}" for number in range(3)], created
 
 
@@ -82,9 +83,9 @@ def rows(path):
 
 @pytest.mark.slow
 def test_the_page_loads_nothing_and_runs_nothing(page):
-    found = Page(page / "index.html")
-    assert {tag for tag, _ in found.tags} & {"script", "link", "iframe", "img", "object", "base"} == set()
-    for tag, attributes in found.tags:
+    result = Page(page / "index.html")
+    assert {tag for tag, _ in result.tags} & {"script", "link", "iframe", "img", "object", "base"} == set()
+    for tag, attributes in result.tags:
         assert not any(name.startswith("on") for name in attributes), (tag, attributes)
         for name in ("href", "src", "xlink:href"):
             value = attributes.get(name) or "#"
@@ -128,7 +129,7 @@ def checkpoints(tiny, tmp_path_factory):
         options = tiny.options | {"algorithm": "fedavg", "default_root_dir": folder, "weighting": "uniform"}
         if private:
             options["client_privacy"] = perada.ClientPrivacy(noise_multiplier=1.0, max_norm=1.0, delta=1e-3)
-        perada.finetune(tiny.net(), without_public, **sections(rounds=1, **options))
+        tiny.finetune(without_public, rounds=1, **options)
         files[private] = next(folder.rglob("*.ckpt"))
     return files
 
@@ -217,7 +218,7 @@ def test_everybody_is_told_what_a_figure_shows(page):
     tags = Page(page / "index.html").tags
     pictures = [attributes for tag, attributes in tags if tag == "svg"]
     assert len(pictures) == len(list(page.glob("*.png"))) >= 8
-    assert all(one["role"] == "img" and len(one["aria-label"]) > 20 for one in pictures)
+    assert all(picture["role"] == "img" and len(picture["aria-label"]) > 20 for picture in pictures)
     assert (
         sum(tag == "table" for tag, _ in tags)
         == sum(tag == "caption" for tag, _ in tags)
@@ -230,11 +231,12 @@ def test_everybody_is_told_what_a_figure_shows(page):
 
 def test_each_client_is_there_before_and_after(page, runs):
     run = runs[1][0]
-    found = rows(page / "clients.csv")
-    after, before = run.metrics["clients"]["personal/local_test"], run.metrics["initial"]["personal/local_test"]
-    assert [float(row["personal/local_test"]) for row in found] == pytest.approx(sorted(after), abs=1e-5)
-    order = [SHOWN[1:].index(row["client"].removeprefix("'")) for row in found]
-    found_before = [float(row["before: personal/local_test"]) for row in found]
+    result = rows(page / "clients.csv")
+    after = run.metrics["clients"]["personal/local_test"]
+    before = run.metrics["initial"]["personal/local_test"]
+    assert [float(row["personal/local_test"]) for row in result] == pytest.approx(sorted(after), abs=1e-5)
+    order = [SHOWN[1:].index(row["client"].removeprefix("'")) for row in result]
+    found_before = [float(row["before: personal/local_test"]) for row in result]
     assert found_before == pytest.approx([before[i] for i in order], abs=1e-5)
     tables = [table for table in Page(page / "index.html").tables.values() if table[0][0] == "client"]
     shown = next(table for table in tables if "last round" in table[0])
@@ -246,9 +248,9 @@ def test_each_client_is_there_before_and_after(page, runs):
 def test_the_page_shows_when_each_client_took_part_last(page, runs):
     run = runs[1][0]
     last = run.metrics["clients"]["last_round"]
-    found = rows(page / "clients.csv")
-    order = [SHOWN[1:].index(row["client"].removeprefix("'")) for row in found]
-    assert [row["last_round"] for row in found] == [str(last[client]) for client in order]
+    result = rows(page / "clients.csv")
+    order = [SHOWN[1:].index(row["client"].removeprefix("'")) for row in result]
+    assert [row["last_round"] for row in result] == [str(last[client]) for client in order]
     tables = [table for table in Page(page / "index.html").tables.values() if table[0][0] == "client"]
     shown = next(table for table in tables if "last round" in table[0])
     place = shown[0].index("last round")
@@ -271,9 +273,10 @@ def test_the_page_shows_what_the_mean_hides(tmp_path):
 
 
 def test_the_partition_and_the_mistakes_are_those_of_the_run(page, runs, tiny):
-    found = rows(page / "partition_train.csv")
-    assert [int(row["all"]) for row in found] == list(tiny.sizes)
-    data, run = tiny.data(), runs[1][0]
+    result = rows(page / "partition_train.csv")
+    assert [int(row["all"]) for row in result] == list(tiny.sizes)
+    data = tiny.data()
+    run = runs[1][0]
     for row in rows(page / "mistakes_personal.csv"):
         client = SHOWN[1:].index(row["client"].removeprefix("'"))
         x, y = data.test[client].tensors
@@ -298,7 +301,8 @@ def test_images_with_several_labels_are_counted_once(tmp_path):
     }
     info |= {"algorithm": "Ditto", "backbone": "test_resnet", "training": {"metric": "auto"}}
     record = RunRecord("run", tmp_path, info, [{"round": 0, "train/local_loss": 0.5, "params/trained": 59780}])
-    record.partition, record.train_sizes = {"train": [[3, 2], [1, 4]]}, [4, 5]
+    record.partition = {"train": [[3, 2], [1, 4]]}
+    record.train_sizes = [4, 5]
     text = write_page(tmp_path / "page", [record]).read_text(encoding="utf-8")
     assert "Ditto on test_resnet, 2 clients, 2 classes, 1 round. Scores are AUROC, in %." in text
     assert "a client has 4 to 5 images." in text
@@ -458,11 +462,14 @@ def test_the_default_task_of_a_record_is_classification():
 
 def test_runs_that_differ_in_the_seed_are_one_row(runs):
     scores, differences = comparison([record for folder in runs[0] for record in read_records(folder)])
-    found = list(csv.DictReader(as_csv(scores.tables[0]).splitlines()))
-    assert [(row["run"], row["runs"], row["seeds"]) for row in found] == [("PerAda", "2", "0, 1"), ("FedAvg", "1", "0")]
+    result = list(csv.DictReader(as_csv(scores.tables[0]).splitlines()))
+    assert [(row["run"], row["runs"], row["seeds"]) for row in result] == [
+        ("PerAda", "2", "0, 1"),
+        ("FedAvg", "1", "0"),
+    ]
     values = [run.metrics["rounds"][-1]["personal/local_test"] for run in runs[1]]
-    assert float(found[0]["personal/local_test"]) == pytest.approx((values[0] + values[1]) / 2, abs=1e-5)
-    assert float(found[0]["± personal/local_test"]) == pytest.approx(abs(values[0] - values[1]) / 2, abs=1e-5)
+    assert float(result[0]["personal/local_test"]) == pytest.approx((values[0] + values[1]) / 2, abs=1e-5)
+    assert float(result[0]["± personal/local_test"]) == pytest.approx(abs(values[0] - values[1]) / 2, abs=1e-5)
     each = [np.array(run.metrics["clients"]["personal/local_test"]) for run in runs[1]]
     difference = each[2] - (each[0] + each[1]) / 2
     (row,) = csv.DictReader(as_csv(differences.tables[0]).splitlines())
@@ -476,9 +483,9 @@ def test_groups_are_named_by_what_differs(tmp_path):
         config = f"seed_everything: {seed}\ntraining: {{lr_local: {rate}}}\n"
         return RunRecord(name, tmp_path, {"algorithm": "PerAda", "seed": seed}, config=config)
 
-    found = group_runs([record("a", 0.1, 0), record("b", 0.2, 0), record("c", 0.1, 1), RunRecord("d", tmp_path)])
-    assert [group.name for group in found] == ["PerAda: lr_local=0.1", "PerAda: lr_local=0.2", "d"]
-    assert [len(group.runs) for group in found] == [2, 1, 1]
+    result = group_runs([record("a", 0.1, 0), record("b", 0.2, 0), record("c", 0.1, 1), RunRecord("d", tmp_path)])
+    assert [group.name for group in result] == ["PerAda: lr_local=0.1", "PerAda: lr_local=0.2", "d"]
+    assert [len(group.runs) for group in result] == [2, 1, 1]
 
 
 @pytest.mark.slow
@@ -494,8 +501,8 @@ def test_a_saved_run_and_a_comparison_have_pages_too(runs, tmp_path, capsys):
     main(["report", str(tmp_path / "compare.json"), "--output", str(tmp_path / "page")])
     main(["report", str(tmp_path / "compare.json")])
     assert capsys.readouterr().out.count("25.00") == 1  # the curve of both seeds
-    found = rows(tmp_path / "page" / "comparison.csv")
-    assert [(row["run"], row["runs"], row["personal/local_test"]) for row in found] == [
+    result = rows(tmp_path / "page" / "comparison.csv")
+    assert [(row["run"], row["runs"], row["personal/local_test"]) for row in result] == [
         (SCRIPT, "2", "0.5"),
         ("b", "1", "0.5"),
     ]
@@ -547,9 +554,9 @@ def test_what_cannot_be_written_to_is_rejected_first(tmp_path):
 
 def test_without_output_several_runs_are_tables(runs, capsys):
     main(["report", *map(str, runs[0][:2])])
-    shown = capsys.readouterr().out
-    assert all(str(folder) in shown for folder in runs[0][:2])
-    assert shown.count("| round |") == 2
+    output = capsys.readouterr().out
+    assert all(str(folder) in output for folder in runs[0][:2])
+    assert output.count("| round |") == 2
 
 
 def test_no_predictions_have_no_calibration_error():

@@ -119,12 +119,12 @@ def predictions(folder, rows):
 
 def test_the_most_foreign_images_of_each_client_are_found(tmp_path):
     rows = [(1, 1.5), (0, 2.0), (1, 9.0), (1, "inf"), (1, 1.2), (1, 4.0), (0, 3.0)]
-    found = find_foreign_images(predictions(tmp_path / "few", rows), num_clients=2)
-    order = [(image.client, image.number, image.distance) for image in found]
+    result = find_foreign_images(predictions(tmp_path / "few", rows), num_clients=2)
+    order = [(image.client, image.number, image.distance) for image in result]
     assert order == [(0, 6, 3.0), (0, 1, 2.0), (1, 3, math.inf), (1, 2, 9.0), (1, 5, 4.0), (1, 0, 1.5)]
     many = [(client, 2 + client) for client in range(20)]
-    found = find_foreign_images(predictions(tmp_path / "many", many), num_clients=20)
-    assert [image.client for image in found] == list(range(8, 20))
+    result = find_foreign_images(predictions(tmp_path / "many", many), num_clients=20)
+    assert [image.client for image in result] == list(range(8, 20))
 
 
 @pytest.mark.parametrize(

@@ -135,14 +135,16 @@ def test_figures_are_those_of_paired_t_tests(run):
         pairs.append(tuple(np.add(pairs[place][side], pairs[place + 2][side]) / 2 for side in (0, 1)))
     tests = [stats.ttest_rel(*pair) for pair in pairs]
     corrected = holm_by_hand([float(test.pvalue) for test in tests])
-    found = []
+    results = []
     for name in (ALONE, SHARED):
         contrast = run.baselines.contrast_with(name)
-        found += [contrast.own, contrast.everyone]
+        results += [contrast.own, contrast.everyone]
     expected_order = [0, 2, 1, 3]
-    for entry, place in zip(found, expected_order, strict=True):
+    for entry, place in zip(results, expected_order, strict=True):
         interval = tests[place].confidence_interval(0.95)
-        low, high, adjusted = interval.low, interval.high, corrected[place]
+        low = interval.low
+        high = interval.high
+        adjusted = corrected[place]
         if place in (2, 3):  # the clients' models have all test images in common
             low, high, p_value = interval_with_images(pairs[place], sum(run.test_images))
             adjusted = max(adjusted, min(1, 4 * p_value))
@@ -240,23 +242,23 @@ def test_mistakes_and_confidence_are_those_of_what_clients_predict_with(tmp_path
         for model, (confidence, right) in bins.items()
     }
     record = a_run(tmp_path, OWN, confusion=confusion, calibration=calibration)
-    found = {section.key: section for section in sections(record)}
-    confusion_figure, by_client = found["confusion"].figures
+    result = {section.key: section for section in sections(record)}
+    confusion_figure, by_client = result["confusion"].figures
     assert "both models of each client together" in confusion_figure.alt
     assert "0 was taken for 1 (2 times)" in confusion_figure.alt
     assert "1 clients" in by_client.alt
-    assert [table.name for table in found["confusion"].tables] == [
+    assert [table.name for table in result["confusion"].tables] == [
         "mistakes_personal",
         "mistakes_global",
         "mistakes_both",
     ]
-    accuracies = [table.rows[0][2] for table in found["confusion"].tables]
+    accuracies = [table.rows[0][2] for table in result["confusion"].tables]
     assert accuracies == [15 / 20, 9 / 20, 18 / 20]
     # The distance of confidence and accuracy in the only bin.
-    assert "personal models 15.0 %, global model 35.0 %, both models 5.0 %" in found["calibration"].intro
+    assert "personal models 15.0 %, global model 35.0 %, both models 5.0 %" in result["calibration"].intro
     del confusion["both"]
-    found = {section.key: section for section in sections(record)}
-    assert "each client's personal model" in found["confusion"].figures[0].alt
+    result = {section.key: section for section in sections(record)}
+    assert "each client's personal model" in result["confusion"].figures[0].alt
 
 
 @pytest.mark.parametrize(
@@ -344,7 +346,8 @@ def fisher_by_hand(right, other, images):
 
 
 def test_single_clients_are_told_apart_by_counts(tmp_path):
-    personal, alone = (19, 30, 27, 10, 34, 50), (4, 31, 25, 41, 30, 50)
+    personal = (19, 30, 27, 10, 34, 50)
+    alone = (4, 31, 25, 41, 30, 50)
     path = write(tmp_path / "file.json", entry("Standalone", shares(*alone), megabytes=0))
     record = a_run(tmp_path, shares(*personal))
     record.baselines = read_baselines(path, record)
@@ -450,8 +453,8 @@ def predictions(folder, rows, model="personal", num_public=3):
 def test_right_and_wrong_predictions_are_shown(tmp_path, model):
     rows = [(0, 0, 0), (0, 1, 0), (1, 1, 1), (5, 0, 1)]
     folder = predictions(tmp_path / "predicted", rows, model)
-    found = find_predicted_images(folder, num_clients=6, num_classes=2)
-    assert [(image.client, image.label, image.predicted) for image in found] == rows
+    result = find_predicted_images(folder, num_clients=6, num_classes=2)
+    assert [(image.client, image.label, image.predicted) for image in result] == rows
     record = with_pictures([a_run(tmp_path, OWN)], None, folder)
     assert [example.is_right for example in record.predicted_examples] == [True, False, True, False]
     assert [picture[0, 0].tolist() for picture in record.public_pictures] == [[0, 0, 0], [1, 0, 0], [2, 0, 0]]

@@ -24,7 +24,9 @@ def test_a_contour_is_its_sum_of_waves():
 
 
 def test_splits_are_of_the_same_shapes_and_repeat():
-    train, again, other = Shapes(60, num_classes=3), Shapes(60, num_classes=3), Shapes(60, num_classes=3, seed=1)
+    train = Shapes(60, num_classes=3)
+    again = Shapes(60, num_classes=3)
+    other = Shapes(60, num_classes=3, seed=1)
     test = train.with_split(False)
     assert train.images.shape == (60, 1, 28, 28)
     assert test.images.shape == (6, 1, 28, 28)

@@ -74,7 +74,8 @@ def test_a_temporary_folder_goes_with_its_owner_or_when_the_next_is_made(tempora
 
 @pytest.mark.parametrize("moment", ["before it is opened", "while it is being locked", "still at it"])
 def test_a_folder_that_another_process_clears_before_it_is_locked_is_made_again(temporary, monkeypatch, moment):
-    make_folder, lock = tempfile.mkdtemp, filelock.lock_descriptor
+    make_folder = tempfile.mkdtemp
+    lock = filelock.lock_descriptor
     created = []
 
     def mkdtemp(**options):
@@ -101,7 +102,8 @@ def test_a_folder_that_another_process_clears_before_it_is_locked_is_made_again(
 
 
 def test_a_file_that_another_process_clears_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    path, partial = tmp_path / "x", tmp_path / ".x.partial"
+    path = tmp_path / "x"
+    partial = tmp_path / ".x.partial"
     lock = filelock.lock_descriptor
     cleared = []
 
@@ -135,7 +137,8 @@ def test_files_and_folders_that_are_always_cleared_are_an_error_that_names_them(
 
 
 def test_a_link_in_the_place_of_what_is_written_is_not_followed(tmp_path):
-    path, outside = tmp_path / "run" / "x", tmp_path / "outside"
+    path = tmp_path / "run" / "x"
+    outside = tmp_path / "outside"
     path.parent.mkdir()
     outside.write_text("theirs")
     path.with_name(".x.partial").symlink_to(outside)
@@ -170,7 +173,8 @@ def test_a_link_in_the_temporary_directory_leads_nowhere(temporary):
 
 def test_what_a_link_leads_to_is_not_locked(tmp_path):
     """Nor waited for: somebody else has locked it."""
-    outside, link = tmp_path / "outside", tmp_path / "link"
+    outside = tmp_path / "outside"
+    link = tmp_path / "link"
     outside.mkdir()
     link.symlink_to(outside)
     with locked(outside) as first, locked(outside) as second:

@@ -86,7 +86,8 @@ def test_what_was_silenced_before_stays_silenced():
 
 def test_what_a_library_does_to_the_root_logger_is_undone():
     handler = logging.NullHandler()
-    before, level = logging.root.handlers[:], logging.root.level
+    before = logging.root.handlers[:]
+    level = logging.root.level
     logging.root.handlers[:] = [handler]
     try:
         with pytest.raises(KeyError), root_logger_kept():

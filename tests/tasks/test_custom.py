@@ -127,7 +127,8 @@ def test_a_task_of_numbers_that_does_not_say_how_they_move_is_not_trained_on_mov
         FederatedDataModule(FederatedData(sets, sets), task=Spread(), shifts={"blur": "zoom_blur"})
 
 
-NUM_BOXES, SIDE = 3, 8
+NUM_BOXES = 3
+SIDE = 8
 
 
 class BoxCount(SummedMetric):
@@ -168,7 +169,8 @@ class Boxes(Spread):
 
     def predicted(self, logits):
         scores, places = logits[..., 0].flatten(-2).topk(NUM_BOXES)
-        rows, columns = places // logits.shape[-2], places % logits.shape[-2]
+        rows = places // logits.shape[-2]
+        columns = places % logits.shape[-2]
         ones = torch.ones_like(scores)
         return torch.stack([columns, rows, ones, ones, torch.where(scores > 0, 0, -1)], -1)
 

@@ -27,7 +27,8 @@ from perada.tasks import Keypoints
 from perada.tasks.base import make_task
 
 NAN = float("nan")
-HEIGHT, WIDTH = 12, 16
+HEIGHT = 12
+WIDTH = 16
 SIZE = (HEIGHT, WIDTH)
 OUTPUTS = torch.tensor([[0.5, -0.25, 0.0, 0.75], [0.1, 0.2, -0.3, 0.4], [1.0, -1.0, 0.0, 0.0]])
 TARGETS = torch.tensor([[3.0, 4.0, 10.0, 2.5], [NAN, NAN, 7.0, 11.0], [NAN, 3.0, 5.0, NAN]])
@@ -145,12 +146,12 @@ def test_points_move_with_the_pixels_that_they_mark(options, kind):
     for image, target in zip(batch.x[0], batch.y[0].view(-1, 3, 2).tolist(), strict=True):
         places = places_of_marks(image)
         exchanged = [places[1], places[0], places[2]]
-        found = [None if math.isnan(x) else (x, y) for x, y in target]
+        result = [None if math.isnan(x) else (x, y) for x, y in target]
         assert all(math.isnan(x) == math.isnan(y) for x, y in target)
-        assert found in (places, exchanged)
-        num_exchanged += found != places
-        num_unknown += None in found
-        num_moved += tuple(found) not in originals
+        assert result in (places, exchanged)
+        num_exchanged += result != places
+        num_unknown += None in result
+        num_moved += tuple(result) not in originals
     assert num_moved > 20
     assert (5 < num_exchanged < 35) if "flip" in options else num_exchanged == 0
     assert (num_unknown > 0) == ("crop_padding" in options)

@@ -49,7 +49,7 @@ def test_classes_that_a_client_does_not_know_are_left_to_the_other_model(known, 
     shared[2, 1] = -torch.inf
     mask = torch.tensor([number in known for number in range(4)])
     trust_of_images = torch.full((6, 1), trust, dtype=torch.double)
-    found = Classification().completed(personal, shared, mask, trust_of_images).softmax(-1)
+    actual = Classification().completed(personal, shared, mask, trust_of_images).softmax(-1)
     for image in range(6):
         p = personal[image].softmax(0).tolist()
         q = shared[image].softmax(0).tolist()
@@ -58,7 +58,7 @@ def test_classes_that_a_client_does_not_know_are_left_to_the_other_model(known, 
             expected = (1 - trust * unknown_probability) * p[number]
             if number not in known:
                 expected += trust * q[number]
-            assert float(found[image, number]) == pytest.approx(expected, rel=1e-10, abs=1e-12)
+            assert float(actual[image, number]) == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
 def test_a_client_knows_classes_of_three_images():

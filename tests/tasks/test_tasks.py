@@ -51,8 +51,8 @@ def test_distillation_is_scipys_divergence(temperature):
 
 def test_entropies_are_scipys():
     probabilities = LOGITS.softmax(-1)
-    found = Classification().entropy(probabilities)
-    torch.testing.assert_close(found, torch.as_tensor(entropy(probabilities.numpy(), axis=-1)))
+    actual = Classification().entropy(probabilities)
+    torch.testing.assert_close(actual, torch.as_tensor(entropy(probabilities.numpy(), axis=-1)))
     probabilities = LOGITS.sigmoid()
     pairs = torch.stack([probabilities, 1 - probabilities])
     expected = torch.as_tensor(entropy(pairs.numpy(), axis=0)).mean(-1)

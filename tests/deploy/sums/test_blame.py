@@ -27,16 +27,17 @@ class Lie(LocalTransport):
 
     def __init__(self, workers, lies):
         super().__init__(workers)
-        self.lies, self.asked = lies, []
+        self.lies = lies
+        self.asked = []
 
     def exchange(self, messages, enough, deadline):
-        found = super().exchange(messages, enough, deadline)
+        result = super().exchange(messages, enough, deadline)
         self.asked += [(name, read_header(message)["kind"]) for name, message in messages.items()]
         for (name, kind), lie in self.lies.items():
-            if name in found and asks(messages[name], kind) and read_header(found[name])["code"] == "ok":
-                header = read_header(found[name])
-                found[name] = pack(header | {"sums": lie(header["sums"])})
-        return found
+            if name in result and asks(messages[name], kind) and read_header(result[name])["code"] == "ok":
+                header = read_header(result[name])
+                result[name] = pack(header | {"sums": lie(header["sums"])})
+        return result
 
 
 def random_texts(names=None):
@@ -97,9 +98,8 @@ def test_who_deals_what_does_not_open_is_left_out_and_named(lie, tiny, tmp_path,
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("accused", [["site1"], ["site1", "site2", "site3"]], ids=["one", "all"])
-def test_who_accuses_without_reason_is_left_out_itself(accused, tiny, tmp_path, caplog):
+def test_who_accuses_without_reason_is_left_out_itself(accused, deployment, caplog):
     """The accused open what they dealt, and mask nothing with those keys."""
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     (record,), transport, coordinator = run(deployment, {("site0", "hold"): accuses(*accused)})
     assert record.summed == deployment.names[1:] and not record.void and record.failed == {"site0": "lied"}
     assert "site site0 lied: it claims that the shares of 'site1' do not open, but they do" in caplog.text
@@ -107,16 +107,14 @@ def test_who_accuses_without_reason_is_left_out_itself(accused, tiny, tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_site_that_deals_badly_and_accuses_is_the_only_one_that_is_left_out(tiny, tmp_path):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+def test_a_site_that_deals_badly_and_accuses_is_the_only_one_that_is_left_out(deployment):
     lies = {("site0", "shares"): random_texts(["site3"]), ("site0", "hold"): accuses("site1")}
     (record,), *_ = run(deployment, lies)
     assert record.summed == deployment.names[1:] and record.failed == {"site0": "lied"}
 
 
 @pytest.mark.slow
-def test_an_accused_site_that_opens_another_key_is_left_out(tiny, tmp_path, caplog):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+def test_an_accused_site_that_opens_another_key_is_left_out(deployment, caplog):
     lies = {
         ("site0", "shares"): random_texts(["site1"]),
         ("site0", "open"): lambda _: {"seals": secrets.token_bytes(16).hex()},
@@ -127,8 +125,7 @@ def test_an_accused_site_that_opens_another_key_is_left_out(tiny, tmp_path, capl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("silent", [{}, {"seals": "00"}, {"seals": 3}])
-def test_an_accused_site_that_opens_nothing_is_left_out_but_not_proven_to_lie(silent, tiny, tmp_path):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+def test_an_accused_site_that_opens_nothing_is_left_out_but_not_proven_to_lie(silent, deployment):
     lies = {("site0", "shares"): random_texts(["site1"]), ("site0", "open"): lambda _: silent}
     (record,), _, coordinator = run(deployment, lies)
     assert record.summed == deployment.names[1:] and "site0" in record.failed
@@ -142,9 +139,9 @@ def test_an_honest_site_that_goes_while_it_is_accused_is_not_proven_to_lie(tiny,
     exchange = transport.exchange
 
     def goes(messages, enough, deadline):
-        found = exchange(messages, enough, deadline)
-        return found | {
-            name: Failure("malformed") for name in found if name == "site1" and asks(messages[name], "open")
+        result = exchange(messages, enough, deadline)
+        return result | {
+            name: Failure("malformed") for name in result if name == "site1" and asks(messages[name], "open")
         }
 
     transport.exchange = goes
@@ -180,19 +177,20 @@ def test_random_shares_where_all_are_needed_end_the_run_with_a_name(tiny, tmp_pa
     assert [bool(record.summed) for record in again.run().records] == [False, True, True]
 
 
-def test_a_site_that_reveals_a_part_is_named(tiny, tmp_path, caplog):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    lie = lambda sums: {"own": {name: text for name, text in sums["own"].items() if name == "site0"}, "gone": {}}  # noqa: E731
+def test_a_site_that_reveals_a_part_is_named(deployment, caplog):
+    def lie(sums):
+        return {"own": {name: text for name, text in sums["own"].items() if name == "site0"}, "gone": {}}
+
     (record,), *_ = run(deployment, {("site0", "reveal"): lie})
     assert record.summed == deployment.names and record.failed == {"site0": "malformed"}
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("wrong", [1, 4])
-def test_shares_of_another_secret_are_proven_by_what_their_dealer_signed(wrong, monkeypatch, tiny, tmp_path, caplog):
+def test_shares_of_another_secret_are_proven_by_what_their_dealer_signed(wrong, monkeypatch, deployment, caplog):
     """With one wrong share other sets of shares give the secret. With all wrong ones the round is void, and named."""
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    split, splits = site.split, []
+    split = site.split
+    splits = []
 
     def deals(secret, threshold, sites):
         shares = split(secret, threshold, sites)
@@ -214,7 +212,10 @@ def test_shares_of_another_secret_are_proven_by_what_their_dealer_signed(wrong, 
 def test_keys_that_are_signed_by_nobody_put_out_their_site(tiny, tmp_path, caplog):
     """Every other site rejects a list that has them: one site would void each round."""
     deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
-    lie = lambda sums: {"advert": sums["advert"] | {"signature": "00" * 64}}  # noqa: E731
+
+    def lie(sums):
+        return {"advert": sums["advert"] | {"signature": "00" * 64}}
+
     records, *_ = run(deployment, {("site0", "train"): lie})
     for record in records:
         assert record.summed == deployment.names[1:] and record.failed == {"site0": "malformed"}
@@ -255,8 +256,7 @@ def test_two_of_five_that_reject_an_honest_site_are_left_out_themselves(tiny, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", [accuses(), accuses("nobody"), accuses("site0"), lambda _: {"objects": 3}])
 @pytest.mark.parametrize("step", ["shares", "hold"])
-def test_objections_to_nobody_stop_nothing(lie, step, tiny, tmp_path):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+def test_objections_to_nobody_stop_nothing(lie, step, deployment):
     (record,), *_ = run(deployment, {("site0", step): lie})
     assert {*deployment.names[1:]} <= {*record.summed} and not record.void
 
@@ -281,8 +281,7 @@ def test_liars_that_take_turns_are_found_one_after_the_other(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signature_that_is_another_sites_is_named(tiny, tmp_path):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+def test_a_signature_that_is_another_sites_is_named(deployment):
     (record,), *_ = run(deployment, {("site0", "confirm"): lambda _: {"signature": "00" * 64}})
     assert record.summed == deployment.names and record.failed == {"site0": "lied"}
 
@@ -302,7 +301,9 @@ def test_a_site_does_not_put_out_the_other_one_with_which_it_was_alone_in_a_roun
     """It says of that round another thing than the other one does, and nobody else was there but the server."""
     deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=SIX)
     coordinator = deployment.coordinator(LocalTransport(deployment.workers(may_send=())))
-    other, true, false = "site3", "a" * 64, "b" * 64
+    other = "site3"
+    true = "a" * 64
+    false = "b" * 64
     coordinator.progress.sent_digests["9"] = true  # a round of those two alone
     transport = coordinator.transport
 
@@ -315,10 +316,10 @@ def test_a_site_does_not_put_out_the_other_one_with_which_it_was_alone_in_a_roun
 
 
 @pytest.mark.slow
-def test_opening_what_was_dealt_ends_the_attempt_for_the_site(tiny, tmp_path, caplog):
+def test_opening_what_was_dealt_ends_the_attempt_for_the_site(deployment, caplog):
     """A server that invents disputes gets both secrets of a site, and no vector under masks made of them."""
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, codes = deployment.workers(), []
+    workers = deployment.workers()
+    codes = []
 
     def invents(name, message, _):
         if name == "site0" and asks(message, "mask") and not codes:
@@ -338,9 +339,9 @@ def test_opening_what_was_dealt_ends_the_attempt_for_the_site(tiny, tmp_path, ca
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("step", ["confirm", "reveal"])
-def test_what_was_dealt_is_not_opened_once_it_masks_a_vector(step, tiny, tmp_path):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, replies = deployment.workers(), []
+def test_what_was_dealt_is_not_opened_once_it_masks_a_vector(step, deployment):
+    workers = deployment.workers()
+    replies = []
 
     def asks_late(name, message, _):
         if asks(message, step):
@@ -353,8 +354,7 @@ def test_what_was_dealt_is_not_opened_once_it_masks_a_vector(step, tiny, tmp_pat
         assert reply["code"] == "other" and reply["sums"] == {}
 
 
-def test_keys_in_the_list_have_one_form(tiny, tmp_path):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+def test_keys_in_the_list_have_one_form(deployment):
 
     def lie(sums):
         return advert({"seals": "00" * 32})(deployment.identities[0], sums)

@@ -27,17 +27,18 @@ class Liar(LocalTransport):
 
     def __init__(self, workers, lie=lambda name, message: message):
         super().__init__(workers)
-        self.lie, self.seen = lie, []
+        self.lie = lie
+        self.seen = []
 
     def exchange(self, messages, enough, deadline):
-        found = super().exchange({name: self.lie(name, one) for name, one in messages.items()}, enough, deadline)
-        self.seen += [(name, read_header(messages[name])["kind"], reply) for name, reply in found.items()]
+        result = super().exchange({name: self.lie(name, one) for name, one in messages.items()}, enough, deadline)
+        self.seen += [(name, read_header(messages[name])["kind"], reply) for name, reply in result.items()]
         changed = {name for name in messages if self.lie(name, messages[name]) != messages[name]}
-        for name in changed & found.keys():  # or the coordinator, which is honest, would not take the answer
-            answer = Response.read(read_header(found[name]))
+        for name in changed & result.keys():  # or the coordinator, which is honest, would not take the answer
+            answer = Response.read(read_header(result[name]))
             if answer.code == "ok":
-                found[name] = pack(replace(answer, answers=hashlib.sha256(messages[name]).hexdigest()))
-        return found
+                result[name] = pack(replace(answer, answers=hashlib.sha256(messages[name]).hexdigest()))
+        return result
 
 
 NONE = {"fedbe", "fedbe_no_kd", "fed_ensemble", "standalone", "het_lora", *MERGING}
@@ -102,21 +103,24 @@ def updates(workers):
 
 def mean_of(updates, names):
     """By a plain loop, in multiples of 2^-24; counters are whole."""
-    found = {}
+    results = {}
     for key in updates[names[0]]:
         total = sum((updates[name][key].double() * 2**24).round() for name in names)
-        mean, kind = total / 2**24 / len(names), updates[names[0]][key].dtype
-        found[key] = (mean if kind.is_floating_point else mean.round()).to(kind)
-    return found
+        mean = total / 2**24 / len(names)
+        kind = updates[names[0]][key].dtype
+        results[key] = (mean if kind.is_floating_point else mean.round()).to(kind)
+    return results
 
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize("step", STEPS)
-def test_who_goes_at_a_step_is_in_the_sum_or_not_and_the_sum_is_right(step, tiny, tmp_path):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+def test_who_goes_at_a_step_is_in_the_sum_or_not_and_the_sum_is_right(step, deployment):
     workers = deployment.workers()
-    gone = lambda name, message, _: Failure("malformed") if name == "site1" and asks(message, step) else None  # noqa: E731
-    coordinator = deployment.coordinator(Troubled(workers, gone), min_sites=3)
+
+    def drop_reply(name, message, _):
+        return Failure("malformed") if name == "site1" and asks(message, step) else None
+
+    coordinator = deployment.coordinator(Troubled(workers, drop_reply), min_sites=3)
     (record,) = coordinator.run().records
     there = [name for name in deployment.names if name != "site1" or step in ("confirm", "reveal")]
     assert (record.summed, record.void) == (there, "")
@@ -163,20 +167,20 @@ def test_a_sum_is_begun_again_where_nothing_was_masked(step, attempt, tiny, tmp_
 
 
 @pytest.mark.slow
-def test_a_worker_that_restarts_after_its_training_has_other_keys_in_the_same_sum(tiny, tmp_path):
+def test_a_worker_that_restarts_after_its_training_has_other_keys_in_the_same_sum(deployment):
     """Its answer that is on the disk has none: the answer that comes again has those of the new process."""
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, lost = deployment.workers(), []
+    workers = deployment.workers()
+    lost = []
 
     class Loses(LocalTransport):
         def exchange(self, messages, enough, deadline):
-            found = super().exchange(messages, enough, deadline)
+            result = super().exchange(messages, enough, deadline)
             if not lost and any(asks(message, "train") for message in messages.values()):
-                lost.append(found["site1"])
-                found["site1"] = Failure("crashed")
+                lost.append(result["site1"])
+                result["site1"] = Failure("crashed")
                 workers["site1"].store.close()
                 self.workers["site1"] = workers["site1"] = deployment.worker(1)
-            return found
+            return result
 
     transport = Loses(workers)
     coordinator = deployment.coordinator(transport)
@@ -188,9 +192,8 @@ def test_a_worker_that_restarts_after_its_training_has_other_keys_in_the_same_su
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize("step", STEPS)
-def test_a_site_whose_reply_was_lost_is_asked_again_and_replies_the_same(step, tiny, tmp_path):
+def test_a_site_whose_reply_was_lost_is_asked_again_and_replies_the_same(step, deployment):
     """As when the ClientApp is killed: the worker goes on, and the server is told that something crashed."""
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     replies = []
 
     class LosesOne(LocalTransport):
@@ -250,10 +253,10 @@ def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_bits(kind, after
             stops = any(asks(message, kind) and read_header(message)["round"] == 1 for message in messages.values())
             if stops and not after:
                 raise Stopped
-            found = super().exchange(messages, enough, deadline)
+            result = super().exchange(messages, enough, deadline)
             if stops:
                 raise Stopped
-            return found
+            return result
 
     coordinator = deployment.coordinator(Ends(workers))
     with pytest.raises(Stopped):
@@ -294,19 +297,18 @@ def test_scores_are_those_of_the_simulation_and_no_site_tells_its_own(algorithm,
     loop, _ = deployment.simulated()
     coordinator = deployment.coordinator(Liar(deployment.workers()))
     coordinator.run()
-    found = coordinator.progress.history[-1]
-    names = [name for name in found if name.startswith(("personal/", "global/"))]
+    result = coordinator.progress.history[-1]
+    names = [name for name in result if name.startswith(("personal/", "global/"))]
     assert {"personal/local_test", "personal/local_test_std", "global/global_test"} <= set(names)
     for name in names:
-        assert found[name] == pytest.approx(loop.history[-1][name], abs=1e-5), name
+        assert result[name] == pytest.approx(loop.history[-1][name], abs=1e-5), name
     for _, kind, reply in coordinator.transport.seen:
         assert read_header(reply)["facts"].keys() <= ({"size", "tests", "labels"} if kind == "join" else set()), kind
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("silent", "scored"), [(1, True), (2, False)])
-def test_scores_are_of_the_sites_that_allow_it_if_they_are_enough(silent, scored, tiny, tmp_path, caplog):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+def test_scores_are_of_the_sites_that_allow_it_if_they_are_enough(silent, scored, deployment, caplog):
     workers = {
         name: deployment.worker(place, may_send=() if place < silent else ("counts",))
         for place, name in enumerate(deployment.names)
@@ -319,5 +321,5 @@ def test_scores_are_of_the_sites_that_allow_it_if_they_are_enough(silent, scored
             read_state(workers[name].store.folder / "state.safetensors").run_state.scoring.metrics
             for name in deployment.names[1:]
         ]
-        right, total = (sum(one[f"global/{what}"] for one in counts) for what in ("right", "all"))
+        right, total = (sum(count[f"global/{what}"] for count in counts) for what in ("right", "all"))
         assert row["global/global_test"] == pytest.approx(right / total, abs=1e-6)

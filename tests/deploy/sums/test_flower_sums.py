@@ -29,9 +29,9 @@ FOUR = ("alpha", "beta", "gamma", "delta")
 
 def test_over_flower_it_is_the_simulation_to_the_bit(tmp_path, capfd, monkeypatch):
     assert run_demo(2, recipe_digest, tmp_path / "server", secure_sums=True) == 0
-    said = capfd.readouterr().out
-    assert "has the status finished:completed" in said and "All processes have ended" in said
-    assert "mask (update, attempt 1), round 2: 3 of 3 sites replied in" in said
+    output = capfd.readouterr().out
+    assert "has the status finished:completed" in output and "All processes have ended" in output
+    assert "mask (update, attempt 1), round 2: 3 of 3 sites replied in" in output
     saved_run = records.read_saved_run(tmp_path / "server")
     progress = saved_run.progress
     states = saved_run.states
@@ -132,15 +132,15 @@ class Killed(Watched, Demo):
         kept = {site: read_state(self.folder / f"state-{site}" / SITE_STATE)[0] for site in FOUR}
         record = progress.records[number]
         assert progress.done == number + 1 and {state.training.round for state in kept.values()} == {number}
-        found = saved_run.states["global"]
+        result = saved_run.states["global"]
         if record.void:
             expected = self.before
         else:
             expected = mean_of({site: state.summing.update for site, state in kept.items()}, record.summed)
-        assert found.keys() == expected.keys() != set()
+        assert result.keys() == expected.keys() != set()
         for key, value in expected.items():
-            assert torch.equal(found[key], value), key
-        self.before = found
+            assert torch.equal(result[key], value), key
+        self.before = result
         return record
 
 
@@ -155,7 +155,8 @@ def four(monkeypatch):
 
 def test_a_worker_is_killed_at_each_moment_of_a_sum(four):
     """Its keys are gone with it, and it is in the sum only if its part had been sent."""
-    without, everyone = ["alpha", "delta", "gamma"], sorted(FOUR)
+    without = ["alpha", "delta", "gamma"]
+    everyone = sorted(FOUR)
     four.begin(7)
     four.command(deadline=500)
 

@@ -66,9 +66,10 @@ def shifted(state):
 )
 @pytest.mark.parametrize("told", [["site1"], ["site0", "site2", "site3"]], ids=["to one", "to all but one"])
 @pytest.mark.usefixtures("_believes")
-def test_sites_that_are_told_different_things_mask_nothing(change, told, tiny, tmp_path, caplog):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    lie = lambda name, message: changed(message, **change) if name in told and asks(message, "train") else message  # noqa: E731
+def test_sites_that_are_told_different_things_mask_nothing(change, told, deployment, caplog):
+    def lie(name, message):
+        return changed(message, **change) if name in told and asks(message, "train") else message
+
     progress, transport = run(deployment, lie)
     assert_void(progress, caplog, "are for a different sum")
     assert not any(kind == "mask" for _, kind, _ in transport.seen)
@@ -76,12 +77,12 @@ def test_sites_that_are_told_different_things_mask_nothing(change, told, tiny, t
 
 def dead(state):
     """A model whose normalization, of which a site keeps its own, learns to let nothing pass, at a high rate."""
-    found = {key: value.clone() for key, value in state.items()}
-    found["0.weight"] *= 1e-5
-    found["0.bias"].zero_()
-    found["4.weight"] = torch.tensor([[5.0], [0.0], [0.0]]).expand(3, 36).contiguous()
-    found["4.bias"] = torch.tensor([10.0, 0.0, 0.0])
-    return found
+    result = {key: value.clone() for key, value in state.items()}
+    result["0.weight"] *= 1e-5
+    result["0.bias"].zero_()
+    result["4.weight"] = torch.tensor([[5.0], [0.0], [0.0]]).expand(3, 36).contiguous()
+    result["4.bias"] = torch.tensor([10.0, 0.0, 0.0])
+    return result
 
 
 @pytest.mark.slow
@@ -121,10 +122,10 @@ def test_public_images_of_the_servers_choice_are_noticed(tiny, tmp_path, caplog)
 
 
 @pytest.mark.slow
-def test_a_round_is_summed_once(tiny, tmp_path, caplog):
+def test_a_round_is_summed_once(deployment, caplog):
     """Of a second sum without one of the sites the difference would be its update."""
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, asked = deployment.workers(may_send=()), []
+    workers = deployment.workers(may_send=())
+    asked = []
     transport = Liar(workers, lambda name, message: asked.append((name, message)) or message)
     coordinator = deployment.coordinator(transport)
     coordinator.run()
@@ -141,9 +142,9 @@ def test_a_round_is_summed_once(tiny, tmp_path, caplog):
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("revealed", [False, True])
-def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, trained = deployment.workers(), []
+def test_not_after_a_restart_either(revealed, deployment, caplog):
+    workers = deployment.workers()
+    trained = []
 
     def stop(name, message):
         if name == "site0" and asks(message, "train"):
@@ -167,10 +168,10 @@ def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("restarts", [False, True])
-def test_scores_leave_under_masks_once(restarts, tiny, tmp_path, caplog):
+def test_scores_leave_under_masks_once(restarts, deployment, caplog):
     """The difference of two sums of the same models' scores, with one site less, is what that site's images say."""
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, asked = deployment.workers(), []
+    workers = deployment.workers()
+    asked = []
     transport = Liar(workers, lambda name, message: asked.append((name, message)) or message)
     coordinator = deployment.coordinator(transport)
     (row,) = coordinator.run().history
@@ -189,10 +190,10 @@ def test_scores_leave_under_masks_once(restarts, tiny, tmp_path, caplog):
     assert f"the vector of round {order.display_round} was already sent under masks" in caplog.text
 
 
-def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
+def test_keys_are_made_once_for_an_attempt(deployment, caplog):
     """Two lists of one attempt would give two sets of masks; the answer to the training has the same keys always."""
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers, orders = deployment.workers(), []
+    workers = deployment.workers()
+    orders = []
 
     def keep(name, message):
         if asks(message, "shares") and name == "site0" and not orders:
@@ -211,7 +212,9 @@ def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
     def sums_of(reply):
         return read_header(reply)["sums"].get("advert")
 
-    codes, trained, adverts = [], [], []
+    codes = []
+    trained = []
+    adverts = []
     deployment.coordinator(Liar(workers, keep)).run()
     assert codes == ["other", "other", "ok", "other"]
     assert adverts[0] == adverts[1] is not None and adverts[2] is None  # not beside those of a later attempt
@@ -220,7 +223,8 @@ def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
 
 def test_a_step_out_of_its_turn_is_rejected_before_anything_is_computed(tiny, tmp_path, caplog):
     deployment = parties(tiny, tmp_path, "perada", rounds=1)
-    workers, codes = deployment.workers(), []
+    workers = deployment.workers()
+    codes = []
 
     def early(name, message):
         if asks(message, "shares") and not codes:
@@ -234,9 +238,8 @@ def test_a_step_out_of_its_turn_is_rejected_before_anything_is_computed(tiny, tm
 
 
 @pytest.mark.slow
-def test_a_site_whose_training_broke_is_in_no_sum(tiny, tmp_path):
+def test_a_site_whose_training_broke_is_in_no_sum(deployment):
     """Where no image could be read its update is what the server sent: beside two such sites the third has no cover."""
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     workers = deployment.workers()
     (client,) = workers["site1"].clients.values()
     train = client.train
@@ -269,7 +272,8 @@ def test_an_old_round_and_one_that_was_not_trained_are_rejected(tiny, tmp_path, 
 def test_a_message_of_an_old_sum_is_answered_by_nothing_new(tiny, tmp_path):
     """All messages of the first round come again in the second: replies of the first, or none."""
     deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
-    workers, kept = deployment.workers(), {}
+    workers = deployment.workers()
+    kept = {}
 
     def keep(name, message):
         kept.setdefault((name, read_header(message)["kind"], read_header(message)["round"]), message)
@@ -335,9 +339,10 @@ def test_lists_that_the_server_made_up_are_rejected_and_logged(lie, reason, tiny
     ids=lambda sums: "".join(sums),
 )
 @pytest.mark.every(7)
-def test_what_makes_no_sense_is_rejected_and_the_worker_lives(step, sums, tiny, tmp_path):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    lie = lambda name, message: changed(message, sums=sums) if name == "site0" and asks(message, step) else message  # noqa: E731
+def test_what_makes_no_sense_is_rejected_and_the_worker_lives(step, sums, deployment):
+    def lie(name, message):
+        return changed(message, sums=sums) if name == "site0" and asks(message, step) else message
+
     progress, transport = run(deployment, lie)
     codes = {read_header(reply)["code"] for name, kind, reply in transport.seen if (name, kind) == ("site0", step)}
     assert codes <= {"malformed", "other"}
@@ -373,12 +378,13 @@ def test_no_reply_but_the_masked_one_holds_an_update_and_that_one_looks_random(t
 
 def test_no_secret_of_a_round_is_in_a_file_a_log_or_a_reply(tiny, tmp_path, monkeypatch, caplog):
     """Seeds, and all keys that are derived from them or agreed on; also of a site that is killed on the way."""
-    deployment, found = parties(tiny, tmp_path, "perada", rounds=1, sizes=FOUR), []
+    deployment = parties(tiny, tmp_path, "perada", rounds=1, sizes=FOUR)
+    result = []
 
     def noted(make):
         def noting(*arguments):
-            found.append(make(*arguments))
-            return found[-1]
+            result.append(make(*arguments))
+            return result[-1]
 
         return noting
 
@@ -397,7 +403,7 @@ def test_no_secret_of_a_round_is_in_a_file_a_log_or_a_reply(tiny, tmp_path, monk
         assert deployment.coordinator(transport, min_sites=3).run().records[0].summed == deployment.names
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     files = b"".join([*files, *(reply for _, _, reply in transport.seen), caplog.text.encode()])
-    assert len(found) > 4 * 3 + 4 * 3 * 2 and b"advert" in files  # three seeds a site, and keys for each pair
-    for secret in found:
+    assert len(result) > 4 * 3 + 4 * 3 * 2 and b"advert" in files  # three seeds a site, and keys for each pair
+    for secret in result:
         for shown in (secret, secret.hex().encode(), base64.b64encode(secret), repr(secret).encode()):
             assert shown not in files

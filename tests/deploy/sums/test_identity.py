@@ -24,8 +24,8 @@ def listed(tmp_path):
 
 
 def test_a_list_is_read(listed):
-    found = read_sites(listed(f"# hospitals\n\n{KEYS[0]} st-marys\r\n  {KEYS[1]}\tköln-2\n"))
-    assert {name: format_public_key(key) for name, key in found.items()} == {"st-marys": KEYS[0], "köln-2": KEYS[1]}
+    result = read_sites(listed(f"# hospitals\n\n{KEYS[0]} st-marys\r\n  {KEYS[1]}\tköln-2\n"))
+    assert {name: format_public_key(key) for name, key in result.items()} == {"st-marys": KEYS[0], "köln-2": KEYS[1]}
 
 
 HIDDEN = ["\r", "\x0b", "\x0c", "\x1c", "\x1e", "\x85", "\u2028", "\u2029"]
@@ -57,7 +57,8 @@ def test_a_list_of_an_authority_is_as_it_signed_it(listed, tmp_path):
     write_identity(tmp_path / "keys", "authority")
     identity = tmp_path / "keys" / "authority.id"
     key = read_identity(identity)
-    authority, text = format_public_key(key.public_key()), f"{KEYS[0]} one\n{KEYS[1]} two\n"
+    authority = format_public_key(key.public_key())
+    text = f"{KEYS[0]} one\n{KEYS[1]} two\n"
     file = listed(text)
     with pytest.raises(FileNotFoundError):
         read_sites(file, authority)

@@ -58,7 +58,8 @@ def moved(state, by):
 
 def sent_after(client, shift):
     """What a site sends in round 1, after a round 0 in which it was given a model that is off by ``shift``."""
-    order, state = Request("train", "0" * 32, client.recipe.digest, 0, 0, 3), RunState("0" * 32)
+    order = Request("train", "0" * 32, client.recipe.digest, 0, 0, 3)
+    state = RunState("0" * 32)
     model = client.recipe.template.sending
     kept = client.train(order, moved(model, shift), state, client.protection(None, 0)).trained.client_state
     kept = {role: {key: value.clone() for key, value in part.items()} for role, part in kept.items()}
@@ -73,16 +74,17 @@ def test_the_page_says_whose_updates_depend_on_former_rounds(case, tiny, tmp_pat
     algorithm, options = CASES[case]
     worker = parties(tiny, tmp_path, algorithm, **options).worker(0)
     (client,) = worker.clients.values()
-    one, other = sent_after(client, 0.0), sent_after(client, 0.2)
+    one = sent_after(client, 0.0)
+    other = sent_after(client, 0.2)
     depends = any(not torch.equal(value, other[key]) for key, value in one.items())
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
     stateful, _, rest = text.partition("state that the server shaped: ")[2].partition(". What ")
     lists = [part.replace(" and ", ", ").split(", ") for part in (stateful, rest.partition(" send is ")[0])]
     if case in ALT:
-        found = [ALT[case] in names for names in lists]
+        result = [ALT[case] in names for names in lists]
     else:
-        found = [NAMES.get(case, case) in map(str.casefold, names) for names in lists]
-    assert found == [depends, not depends]
+        result = [NAMES.get(case, case) in map(str.casefold, names) for names in lists]
+    assert result == [depends, not depends]
 
 
 def network():
@@ -97,9 +99,11 @@ def test_a_model_that_is_sent_again_without_one_of_the_sites_shows_its_update(ti
     workers = deployment.workers(may_send=())
     transport = LocalTransport(workers)
     coordinator = deployment.coordinator(transport, min_sites=3)
-    server, start = coordinator.server, clone(coordinator.server.global_state)
+    server = coordinator.server
+    start = clone(coordinator.server.global_state)
     coordinator._run_round()
-    four, hidden = clone(server.global_state), updates(workers)["site3"]
+    four = clone(server.global_state)
+    hidden = updates(workers)["site3"]
     del transport.workers["site3"]
     server.global_state = start
     coordinator._run_round()

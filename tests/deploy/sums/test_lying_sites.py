@@ -23,21 +23,23 @@ class Lies(LocalTransport):
 
     def __init__(self, workers, kind, lie):
         super().__init__(workers)
-        self.kind, self.lie = kind, lie
+        self.kind = kind
+        self.lie = lie
 
     def exchange(self, messages, enough, deadline):
-        found = super().exchange(messages, enough, deadline)
-        if "site0" in found and asks(messages["site0"], self.kind):
-            header = read_header(found["site0"])
+        result = super().exchange(messages, enough, deadline)
+        if "site0" in result and asks(messages["site0"], self.kind):
+            header = read_header(result["site0"])
             if header["code"] == "ok":
-                found["site0"] = pack(header | {"sums": self.lie(header["sums"])})
-        return found
+                result["site0"] = pack(header | {"sums": self.lie(header["sums"])})
+        return result
 
 
 def adds(worker, change, of="update_vector"):
     """Have a site add what ``change`` makes of its vector and of what it is to hold, in its first sum."""
     (client,) = worker.clients.values()
-    make, contents = getattr(client, of), client.recipe.contents_of_scores()
+    make = getattr(client, of)
+    contents = client.recipe.contents_of_scores()
     if of == "update_vector":
         contents = client.recipe.contents(0, client.public_images)
     honest = []
@@ -100,8 +102,7 @@ def test_a_sum_that_cannot_be_is_void_and_the_run_goes_on(change, weighting, tin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["own/accuracy", "square/accuracy", "weighted/accuracy", "own/tests", "global/right"])
-def test_counts_of_scores_that_add_up_to_none_stop_nothing(name, tiny, tmp_path):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+def test_counts_of_scores_that_add_up_to_none_stop_nothing(name, deployment):
     workers = deployment.workers()
 
     def none(vector, contents):
@@ -135,9 +136,8 @@ LOW = "00" * 32
     "change",
     [{"masks": LOW}, {"shares": LOW}, {"shares": "e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800"}],
 )
-def test_keys_that_nobody_can_use_put_the_site_alone_out_of_the_round(change, tiny, tmp_path, caplog):
+def test_keys_that_nobody_can_use_put_the_site_alone_out_of_the_round(change, deployment, caplog):
     """With them in the list no other site could mask: one site would void each round."""
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     workers = deployment.workers()
     transport = Lies(workers, "train", lambda sums: advert(change)(deployment.identities[0], sums))
     (record,) = deployment.coordinator(transport).run().records
@@ -147,9 +147,8 @@ def test_keys_that_nobody_can_use_put_the_site_alone_out_of_the_round(change, ti
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [{"terms": "0" * 64}, {"heard": f"0:{'0' * 64} "}], ids="".join)
-def test_a_site_that_says_it_was_told_other_things_is_alone(change, tiny, tmp_path, caplog):
+def test_a_site_that_says_it_was_told_other_things_is_alone(change, deployment, caplog):
     """With its keys in the list each site would reject it, in all rounds."""
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     transport = Lies(deployment.workers(), "train", lambda sums: advert(change)(deployment.identities[0], sums))
     (record,) = deployment.coordinator(transport).run().records
     assert record.summed == deployment.names[1:] and not record.void
@@ -167,8 +166,7 @@ def test_a_site_with_other_public_images_is_alone(tiny, tmp_path, caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [str.upper, lambda key: f" {key}", lambda key: key[:-2]])
-def test_a_key_has_one_form(change, tiny, tmp_path, caplog):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+def test_a_key_has_one_form(change, deployment, caplog):
 
     def lie(sums):
         return {"advert": sums["advert"] | {"masks": change(sums["advert"]["masks"])}}
@@ -188,9 +186,8 @@ def test_a_key_has_one_form(change, tiny, tmp_path, caplog):
     ],
     ids=["not for all", "short", "long", "for strangers"],
 )
-def test_shares_that_are_not_for_all_others_put_the_site_alone_out_of_the_round(lie, tiny, tmp_path):
+def test_shares_that_are_not_for_all_others_put_the_site_alone_out_of_the_round(lie, deployment):
     """A site without a share adds no mask of the pair, and the other one's stays in the sum."""
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     workers = deployment.workers()
     transport = Lies(workers, "shares", lambda sums: {"sealed": lie(sums["sealed"])})
     coordinator = deployment.coordinator(transport)
@@ -203,8 +200,7 @@ def test_shares_that_are_not_for_all_others_put_the_site_alone_out_of_the_round(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signature", ["00" * 10**6, "00" * 64, None, 3, ["00"]])
-def test_a_signature_that_is_none_stops_nobody(signature, tiny, tmp_path):
-    deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+def test_a_signature_that_is_none_stops_nobody(signature, deployment):
     transport = Lies(deployment.workers(), "confirm", lambda _: {"signature": signature})
     (record,) = deployment.coordinator(transport).run().records
     assert record.summed == deployment.names and not record.void

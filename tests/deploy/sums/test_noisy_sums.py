@@ -50,11 +50,11 @@ def noisy(tiny, tmp_path, algorithm="fedavg", *, privacy=None, loop=None, **opti
 
 def spent(workers):
     """Noisy sums that each site counted, by its noise multiplier, from the disks."""
-    found = {}
+    results = {}
     for name, worker in workers.items():
         total = read_state(worker.store.folder / "state.safetensors").totals.ledger.state_dict()
-        found[name] = {sigma: steps for client, sigma, _, steps in total["rows"] if client == SITE_LEDGER}
-    return found
+        results[name] = {sigma: steps for client, sigma, _, steps in total["rows"] if client == SITE_LEDGER}
+    return results
 
 
 ADAPTIVE = {"clipping": "adaptive", "count_noise": 2.0, "quantile": 0.7}
@@ -103,7 +103,8 @@ def test_the_mean_has_the_planned_noise_whoever_goes(gone, tiny, tmp_path):
 
 def masked_vectors(monkeypatch):
     """What each site is about to put under masks."""
-    seen, mask = [], SiteRound.mask
+    seen = []
+    mask = SiteRound.mask
 
     def spying(self, sealed, vector):
         seen.append((self.name, torch.from_numpy(vector.view(np.int64).copy())))
@@ -124,7 +125,8 @@ def plain_vector(worker, bound):
 
 
 def test_the_noise_is_in_the_vector_before_its_masks(tiny, tmp_path, monkeypatch):
-    deployment, seen = noisy(tiny, tmp_path, rounds=1), masked_vectors(monkeypatch)
+    deployment = noisy(tiny, tmp_path, rounds=1)
+    seen = masked_vectors(monkeypatch)
     workers = deployment.workers()
     deployment.coordinator(LocalTransport(workers)).run()
     std = 0.1 / math.sqrt(3) * 2**24
@@ -152,7 +154,8 @@ def test_what_a_site_sends_beside_is_its_size_alone(tiny, tmp_path):
 
 
 def test_a_site_whose_training_broke_adds_noise_alone_and_nobody_sees_it(tiny, tmp_path, monkeypatch):
-    deployment, real = noisy(tiny, tmp_path, rounds=1, sizes=FOUR), Cohort.finish
+    deployment = noisy(tiny, tmp_path, rounds=1, sizes=FOUR)
+    real = Cohort.finish
     seen = masked_vectors(monkeypatch)
 
     def broken(self):
@@ -168,7 +171,7 @@ def test_a_site_whose_training_broke_adds_noise_alone_and_nobody_sees_it(tiny, t
     assert record.summed == deployment.names and record.failed == {}
     replies = {name: read_header(reply) for name, kind, reply in transport.seen if kind == "train"}
     differ = [{key for key in one if one[key] != replies["site0"][key]} for one in replies.values()]
-    assert all(found <= {"answers", "sums"} for found in differ)
+    assert all(results <= {"answers", "sums"} for results in differ)
     assert not plain_vector(workers["site1"], 0.1).any()
     vector = dict(seen)["site1"][:-1].double() / (0.1 / math.sqrt(3) * 2**24)
     assert ALARM < stats.chi2(len(vector)).cdf(float(vector.square().sum())) < 1 - ALARM
@@ -204,8 +207,8 @@ def test_the_accounts_are_those_of_opacus_also_of_who_went_and_of_a_void_round(t
     assert level.hidden and level.sums is not None
     assert spent(workers) == {name: {2.0: times} for name, times in rounds.items()}
     numbers = coordinator.roster.numbers
-    found = level.epsilons([numbers[name] for name in rounds])["server"]
-    assert found == pytest.approx([by_opacus(times, 2.0) for times in rounds.values()], rel=1e-12)
+    result = level.epsilons([numbers[name] for name in rounds])["server"]
+    assert result == pytest.approx([by_opacus(times, 2.0) for times in rounds.values()], rel=1e-12)
     shown = [row["privacy/client_epsilon_max"] for row in progress.history]
     assert shown == pytest.approx([by_opacus(times, 2.0) for times in (1, 2, 3)], rel=1e-12)
     assert progress.client_level == level.state_dict()
@@ -264,7 +267,8 @@ def test_a_budget_is_looked_at_again_before_a_vector_leaves(tiny, tmp_path):
 @pytest.mark.parametrize("step", ["mask", "confirm"])
 def test_noise_is_drawn_for_one_vector_and_a_vector_leaves_once(step, tiny, tmp_path, monkeypatch):
     """A worker that dies before it has sent its vector is out; no second vector of the round is ever made for it."""
-    deployment, seen = noisy(tiny, tmp_path, sizes=FOUR), masked_vectors(monkeypatch)
+    deployment = noisy(tiny, tmp_path, sizes=FOUR)
+    seen = masked_vectors(monkeypatch)
     workers = deployment.workers()
     first, second = deployment.coordinator(dying(deployment, workers, step), min_sites=3).run().records
     assert ("site1" in first.summed) == (step == "confirm") and second.summed == deployment.names
@@ -274,9 +278,11 @@ def test_noise_is_drawn_for_one_vector_and_a_vector_leaves_once(step, tiny, tmp_
 
 def test_a_vector_that_is_made_again_before_it_left_has_other_noise(tiny, tmp_path, monkeypatch):
     """The disk fails as the vector is about to leave. Nothing left, and the next attempt's noise is new."""
-    deployment, seen = noisy(tiny, tmp_path, rounds=1, sizes=FOUR), masked_vectors(monkeypatch)
+    deployment = noisy(tiny, tmp_path, rounds=1, sizes=FOUR)
+    seen = masked_vectors(monkeypatch)
     workers = deployment.workers()
-    book, failed = workers["site1"].store, []
+    book = workers["site1"].store
+    failed = []
     commit = book.commit
 
     def fails(*arguments):
@@ -295,7 +301,8 @@ def test_a_vector_that_is_made_again_before_it_left_has_other_noise(tiny, tmp_pa
 
 @pytest.mark.slow
 def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_sum(tiny, tmp_path, monkeypatch):
-    deployment, seen = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE), masked_vectors(monkeypatch)
+    deployment = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE)
+    seen = masked_vectors(monkeypatch)
     workers = deployment.workers()
 
     def stops(name, message, _):
@@ -346,7 +353,8 @@ def test_a_norm_that_the_noise_is_lost_in_is_rejected_by_sites(norm, tiny, tmp_p
 
 
 def test_what_a_fixed_norm_is_the_server_does_not_say(tiny, tmp_path, monkeypatch):
-    deployment, seen = noisy(tiny, tmp_path, rounds=1), masked_vectors(monkeypatch)
+    deployment = noisy(tiny, tmp_path, rounds=1)
+    seen = masked_vectors(monkeypatch)
     deployment.coordinator(Liar(workers := deployment.workers(), lambda _, message: with_norm(message, 1e6))).run()
     for name, vector in seen:
         plain = plain_vector(workers[name], 0.1)

@@ -28,8 +28,13 @@ def test_losses_leave_in_the_sum_alone(tiny, tmp_path):
 def test_losses_leave_in_the_sum_only_if_they_may_and_others_do(silent, shown, tiny, tmp_path):
     """Of five sites one may go: four must say their loss, or the sum could be of two sites, or of one."""
     deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=(*FOUR, 20))
-    may = lambda place: () if place < silent else ("losses",)  # noqa: E731
-    workers = {name: deployment.worker(place, may_send=may(place)) for place, name in enumerate(deployment.names)}
+
+    def allowed_facts(place):
+        return () if place < silent else ("losses",)
+
+    workers = {
+        name: deployment.worker(place, may_send=allowed_facts(place)) for place, name in enumerate(deployment.names)
+    }
     (row,) = deployment.coordinator(LocalTransport(workers)).run().history
     losses = [
         read_state(workers[name].store.folder / "state.safetensors").run_state.summing.losses
@@ -45,8 +50,13 @@ def test_losses_leave_in_the_sum_only_if_they_may_and_others_do(silent, shown, t
 def test_a_score_that_one_site_has_is_in_no_sum(tiny, tmp_path):
     """The others say counts alone: the sum of AUROCs would be that of the one."""
     deployment = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR, module={"metric": ["accuracy", "auroc"]})
-    may = lambda place: ("counts",) if place else ("counts", "scores")  # noqa: E731
-    workers = {name: deployment.worker(place, may_send=may(place)) for place, name in enumerate(deployment.names)}
+
+    def allowed_facts(place):
+        return ("counts",) if place else ("counts", "scores")
+
+    workers = {
+        name: deployment.worker(place, may_send=allowed_facts(place)) for place, name in enumerate(deployment.names)
+    }
     (row,) = deployment.coordinator(LocalTransport(workers)).run().history
     assert "own/auroc" in read_state(workers["site0"].store.folder / "state.safetensors").run_state.scoring.metrics
     assert "personal/local_test" in row and "personal/local_test_auroc" not in row

@@ -63,7 +63,8 @@ def test_a_product_is_that_of_polynomials_modulo_the_one_of_the_field():
 
     draw = random.Random(3)
     for _ in range(50):
-        a, b = draw.getrandbits(128), draw.getrandbits(draw.choice([1, 7, 128]))
+        a = draw.getrandbits(128)
+        b = draw.getrandbits(draw.choice([1, 7, 128]))
         assert shares.multiply(a, b) == shares.multiply(b, a) == slow(a, b)
 
 
@@ -73,8 +74,8 @@ def test_a_secret_is_found_as_long_as_enough_shares_are_right(wrong):
     secret, dealt_shares = dealt(6, 9)
     for places in itertools.islice(itertools.combinations(range(9), wrong), 0, None, 5):
         some = dealt_shares | {place: random.Random(place).randbytes(16) for place in places}
-        found = shares.recover(some, 6, lambda candidate: candidate == secret)
-        assert found == secret
+        result = shares.recover(some, 6, lambda candidate: candidate == secret)
+        assert result == secret
 
 
 @pytest.mark.slow

@@ -121,7 +121,9 @@ def test_steps_of_two_runs_that_take_turns(tiny, tmp_path):
 
     deployment = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
     workers = deployment.workers(may_send=())
-    turn, whose, over = Condition(), [0], [False, False]
+    turn = Condition()
+    whose = [0]
+    over = [False, False]
 
     class InTurn(LocalTransport):
         def __init__(self, workers, place):
@@ -131,10 +133,10 @@ def test_steps_of_two_runs_that_take_turns(tiny, tmp_path):
         def exchange(self, messages, enough, deadline):
             with turn:
                 turn.wait_for(lambda: whose[0] == self.place or over[1 - self.place], timeout=60)
-                found = super().exchange(messages, enough, deadline)
+                result = super().exchange(messages, enough, deadline)
                 whose[0] = 1 - self.place
                 turn.notify_all()
-            return found
+            return result
 
     coordinators = [
         parties(tiny, tmp_path / str(place), "fedavg", sizes=FOUR).coordinator(InTurn(workers, place))
@@ -194,10 +196,10 @@ def test_a_server_that_was_stopped_goes_on_with_the_sites_that_it_had(kind, afte
             stops = second and any(asks(message, kind) for message in messages.values())
             if stops and not after:
                 raise Stopped
-            found = super().exchange(messages, enough, deadline)
+            result = super().exchange(messages, enough, deadline)
             if stops:
                 raise Stopped
-            return found
+            return result
 
     coordinator = deployment.coordinator(Ends(dict(workers)), min_sites=3, deadline=6)
     with pytest.raises(Stopped):

@@ -58,7 +58,9 @@ class Round:
     """Runs the steps one after another; ``gone`` are those that are no longer there from a step on."""
 
     def __init__(self, parties, given, terms=TERMS):
-        self.parties, self.given, self.terms = parties, given, terms
+        self.parties = parties
+        self.given = given
+        self.terms = terms
         self.seen = []
 
     def run(self, share=(), mask=(), confirm=(), reveal=()):
@@ -118,7 +120,8 @@ def stream(key, count):
 @pytest.mark.parametrize("count", [0, 1, keys._BLOCK - 1, keys._BLOCK, 2 * keys._BLOCK + 3])
 def test_streams_are_added_in_place_as_another_library_makes_them(count):
     random = np.random.default_rng(3)
-    total, added = random.integers(0, 2**64, count, np.uint64), [random.bytes(32), random.bytes(32)]
+    total = random.integers(0, 2**64, count, np.uint64)
+    added = [random.bytes(32), random.bytes(32)]
     subtracted = [random.bytes(32), added[0]]
     expected = total + stream(added[1], count) - stream(subtracted[0], count)
     assert keys.add_streams(total, added, subtracted) is None
@@ -184,7 +187,9 @@ def view(given, monkeypatch, shifts=None, late=()):
 def test_other_vectors_with_the_same_sum_look_the_same_to_the_server(monkeypatch):
     """To each choice of keys belongs another one with which the server receives the same bytes, so that both vectors
     are as likely. It has all shares that were revealed, and what a site sent that came too late for the sum."""
-    site_vectors, late, random = vectors(), "site3", np.random.default_rng(11)
+    site_vectors = vectors()
+    late = "site3"
+    random = np.random.default_rng(11)
     there = [name for name in NAMES if name != late]
     moves = {name: random.integers(0, 2**64, 50, np.uint64) for name in NAMES}
     moves[there[0]] = np.uint64(0) - np.add.reduce([moves[name] for name in there[1:]])
@@ -302,7 +307,8 @@ def test_what_a_site_seals_does_not_open_what_is_sealed_for_it():
 def test_a_dealer_cannot_show_that_it_was_honest_with_another_key():
     """It seals with a key that the other site does not have, and says later that this was the one."""
     parties, adverts = begun()
-    server, other = ServerRound(TERMS, adverts), secrets.token_bytes(16)
+    server = ServerRound(TERMS, adverts)
+    other = secrets.token_bytes(16)
     seals = parties["site0"]._seeds["seals"]
     parties["site0"]._keys["seals"] = keys.exchange_key(other)
     boxes = server.deliver({name: one.share(adverts) for name, one in parties.items()})
@@ -391,7 +397,8 @@ def test_lists_of_the_living_that_a_server_made_up_are_rejected(alive, message):
 
 def test_two_lists_of_the_living_reveal_nothing():
     """Three sites are told that site6 is gone, three that it is not: it would lose both halves."""
-    parties, without = masked(), NAMES[:6]
+    parties = masked()
+    without = NAMES[:6]
     signatures = {name: parties[name].confirm(without if place < 3 else NAMES) for place, name in enumerate(NAMES)}
     for name in NAMES:
         with pytest.raises(RejectionError, match=r"[34] sites .*5"):
@@ -399,11 +406,12 @@ def test_two_lists_of_the_living_reveal_nothing():
 
 
 def test_a_site_reveals_once_and_of_each_site_one_half():
-    parties, without = masked(), NAMES[:6]
+    parties = masked()
+    without = NAMES[:6]
     signatures = {name: parties[name].confirm(without) for name in without}
     for name in without:
-        found = parties[name].reveal(signatures)
-        assert {*found["own"]} == {*without} and {*found["gone"]} == {"site6"}
+        result = parties[name].reveal(signatures)
+        assert {*result["own"]} == {*without} and {*result["gone"]} == {"site6"}
         for again in (lambda party: party.reveal(signatures), lambda party: party.confirm(NAMES)):
             with pytest.raises(RejectionError, match="next step"):
                 again(parties[name])

@@ -31,16 +31,20 @@ def rounded(values, factor):
 def test_vectors_and_their_sum_are_numpys():
     """Three sites with weights of their own, logits, and a loss that two of them say."""
     contents = Contents(OPTIONS, state(0), (2, 3), ("loss", "other"), equal=False)
-    weights, total, expected = (3.0, 1.0, 7.0), np.zeros(contents.size, np.uint64), []
+    weights = (3.0, 1.0, 7.0)
+    total = np.zeros(contents.size, np.uint64)
+    expected = []
     for site, weight in enumerate(weights):
-        logits, losses = torch.full((2, 3), site + 0.3, dtype=torch.float64), {"loss": site + 0.5} if site else {}
-        found = contents.vector(state(site), weight, logits, losses, 3)
+        logits = torch.full((2, 3), site + 0.3, dtype=torch.float64)
+        losses = {"loss": site + 0.5} if site else {}
+        actual = contents.vector(state(site), weight, logits, losses, 3)
         parts = [rounded(value, weight) for value in state(site).values()] + [rounded(logits, 1.0)]
         rest = [weight, losses.get("loss", 0.0), 0.0, float(bool(losses)), 0.0]
         expected.append(np.concatenate([*parts, np.rint(np.array(rest) * 2.0**24).astype(np.int64)]))
-        assert np.array_equal(found.view(np.int64), expected[-1])
-        total += found
-    summed, whole = contents.decode(total, 3), sum(expected)
+        assert np.array_equal(actual.view(np.int64), expected[-1])
+        total += actual
+    summed = contents.decode(total, 3)
+    whole = sum(expected)
     mean = whole[: -6 - 5] / 2.0**24 / (whole[-5] / 2.0**24)
     assert {key: (value.dtype, value.shape) for key, value in summed.mean.items()} == {
         key: (value.dtype, value.shape) for key, value in state(0).items()
@@ -76,5 +80,5 @@ def test_a_sum_out_of_all_range_is_rejected_wherever_it_is(place, value):
 @pytest.mark.parametrize("key", ["w", "c", "n", "d"])
 def test_a_message_of_one_tensor_has_it_whatever_its_strides(key):
     one = {key: state(2)[key]}
-    header, found = unpack(pack({"code": "ok"}, one), spec_of(one))
-    assert header == {"code": "ok"} and torch.equal(found[key], one[key])
+    header, result = unpack(pack({"code": "ok"}, one), spec_of(one))
+    assert header == {"code": "ok"} and torch.equal(result[key], one[key])

@@ -96,14 +96,14 @@ class Weighed(LocalTransport):
         self.sizes = {}
 
     def exchange(self, messages, enough, deadline):
-        found = super().exchange(messages, enough, deadline)
+        result = super().exchange(messages, enough, deadline)
         header = read_header(messages["site0"])
         if header["round"] == 0:
             self.sizes |= {
                 (header["kind"], "down"): len(messages["site0"]),
-                (header["kind"], "up"): len(found["site0"]),
+                (header["kind"], "up"): len(result["site0"]),
             }
-        return found
+        return result
 
 
 @pytest.mark.slow

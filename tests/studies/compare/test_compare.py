@@ -95,15 +95,16 @@ def test_each_algorithm_and_seed_once_and_not_again(recipe, read, tmp_path, caps
     assert [(record["label"], record["seed"]) for record in partial] == [("before fine-tuning", 0), ("fedavg", 0)]
     capsys.readouterr()
     main([*words, "--training.lr_local=0.2"])
-    shown = capsys.readouterr().out
-    assert begun(shown) == ["ditto, seed 0", "fedavg, seed 1", "ditto, seed 1"]
-    assert [line.split()[1] for line in shown.splitlines() if line.startswith("---")] == ["2/4", "3/4", "4/4"]
+    output = capsys.readouterr().out
+    assert begun(output) == ["ditto, seed 0", "fedavg, seed 1", "ditto, seed 1"]
+    assert [line.split()[1] for line in output.splitlines() if line.startswith("---")] == ["2/4", "3/4", "4/4"]
     records = read()
     assert all(record in records for record in partial)
-    table = rows(shown)
+    table = rows(output)
     assert list(table) == ["before fine-tuning", "fedavg", "ditto", "full fine-tuning, for comparison"]
     scores = [100 * r["personal/local_test"] for r in records if r["label"] == "ditto"]
-    mean, spread = sum(scores) / 2, abs(scores[0] - scores[1]) / 2**0.5
+    mean = sum(scores) / 2
+    spread = abs(scores[0] - scores[1]) / 2**0.5
     assert table["ditto"]["own images"] == f"{mean:.2f} ± {spread:.2f}"
     head = 96 * 10 + 10  # test_resnet's features and 10 classes
     assert (table["ditto"]["trained"], table["ditto"]["sent"]) == (f"{2 * head:,}", f"{head:,}")
@@ -132,7 +133,8 @@ def test_the_grid_is_chosen_from_on_validation_images(recipe, read, capsys):
     steps = ["--training.local_steps=6", "--federated.algorithm.distill=false", "--data.train_limit=600", WEIGHTS]
     command = ["compare", recipe, "--algorithms", "perada_no_kd", "--seeds", "3", *OUT, *GRID, *steps]
     main(command)
-    shown, records = capsys.readouterr().out, read()
+    shown = capsys.readouterr().out
+    records = read()
     held_out = ["--data.client_validation=0.2", "--data.evaluate_on=validation"]
     rates = {
         rate: ["--seed_everything=3", *steps, f"--training.lr_personal={rate}", f"--training.lr_local={rate}"]
@@ -479,12 +481,14 @@ def test_entries_are_the_named_algorithms(recipe):
         "--federated.algorithm.prox_strength=7",
         "--federated.algorithm.distill=false",
     ]
-    mine, cli = type(make_algorithm("perada")), PeradaCLI(["--config", recipe], run=False)
+    mine = type(make_algorithm("perada"))
+    cli = PeradaCLI(["--config", recipe], run=False)
     assert type(cli.loop.algorithm) is mine
     assert set(methods()) - set(ENTRIES) == {"perada_table5"}  # PerAda with another learning rate
     assert {entry.class_path for entry in ENTRIES.values()} == {class_path_of(kind) for kind in ALGORITHMS.values()}
     for name in ENTRIES:
-        made, expected = algorithm(*common_words[:2], *ENTRIES[name].words(cli)), methods()[name].make()
+        made = algorithm(*common_words[:2], *ENTRIES[name].words(cli))
+        expected = methods()[name].make()
         assert type(made) is type(expected)
         if type(made) is mine:  # the recipe's own algorithm keeps what the recipe says
             expected.prox_strength = 7
@@ -558,7 +562,7 @@ def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own
     def adapters(*words):
         plan = Plan(make, arguments, words)
         models = [make(plan.job(row, 0, "run", {}).args).model for row in plan.rows]
-        return [(one.adapter, one.adapter_options) for one in models]
+        return [(model.adapter, model.adapter_options) for model in models]
 
     assert adapters("--model.adapter=lora", "--model.adapter_options={r: 2, lora_dropout: 0.1}") == [
         ("lora", {"r": 2, "lora_dropout": 0.1}),
@@ -633,7 +637,8 @@ def test_initial_models_that_differ_have_rows_of_their_own_and_none_failed():
 
 
 def test_what_means_of_factors_lost_is_a_column():
-    residual, error = "updates/lora_residual", "updates/lora_error"
+    residual = "updates/lora_residual"
+    error = "updates/lora_error"
     by_name = record("fedavg", history=[{"round": 1, residual: 0.25}, {"round": 2, residual: 0.75}])
     rule = record("svd", history=[{"round": 1, residual: 0.5, error: 0.0}, {"round": 2, residual: 0.5, error: 0.125}])
     table = rows(summary([by_name, rule, record("x", history=[{"round": 1, "personal/local_test": 0.5}])]))
@@ -669,7 +674,7 @@ def test_a_run_says_who_took_part_when(recipe, read, capsys):
     """Of FedAvg, whose clients predict with the newest model, none is stale."""
     options = ["--federated.clients_per_round=1", "--trainer.max_epochs=2"]
     main(["compare", recipe, "--algorithms", "fedavg", "ditto", *options, *OUT])
-    found = capsys.readouterr()
+    result = capsys.readouterr()
     runs = {one["label"]: one for one in read() if one["stage"] == "run"}
     clients = runs["ditto"]["num_clients"]
     last = [0] * clients
@@ -678,8 +683,8 @@ def test_a_run_says_who_took_part_when(recipe, read, capsys):
             last[client] = round + 1
     assert runs["ditto"]["last_rounds"] == runs["fedavg"]["last_rounds"] == last
     assert (runs["fedavg"]["stale_clients"], runs["ditto"]["stale_clients"]) == (0, last.count(0))
-    assert f"- ditto: {last.count(0)} of {clients} clients" in found.out and "- fedavg:" not in found.out
-    assert "have not taken part" not in found.err  # the note below the table is said once
+    assert f"- ditto: {last.count(0)} of {clients} clients" in result.out and "- fedavg:" not in result.out
+    assert "have not taken part" not in result.err  # the note below the table is said once
 
 
 def test_shifts_have_columns():
@@ -827,9 +832,9 @@ def test_two_recipes_have_rows_of_their_own(recipe, tmp_path, capsys):
 def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read, capsys):
     grid = ["--tune", "training.lr_personal+training.lr_local=0.01,0.3", "--seeds", "1", "2"]
     main(["compare", recipe, "--algorithms", "fedavg", "--vary", "data.public_fraction=0.2,0.4", *grid, *OUT])
-    found = rows(capsys.readouterr().out)
+    result = rows(capsys.readouterr().out)
     labels = ["fedavg, public_fraction=0.2", "fedavg, public_fraction=0.4"]
-    assert [label for label in found if label.startswith("fedavg")] == labels
+    assert [label for label in result if label.startswith("fedavg")] == labels
     for label, share in zip(labels, ("0.2", "0.4"), strict=True):
         rows_of_label = [record for record in read() if record["label"] == label]
         assert [(record["stage"], record["seed"]) for record in rows_of_label] == [("tune", 1)] * 2 + [
@@ -892,12 +897,12 @@ def test_a_file_says_what_is_compared(recipe, read, tmp_path, capsys):
 @pytest.mark.slow
 def test_ensembles_have_columns_of_their_modes(recipe, read, capsys):
     main(["compare", recipe, "--algorithms", "fedavg", "fed_ensemble", "--seeds", "0", "1", *OUT])
-    found = rows(capsys.readouterr().out)
+    result = rows(capsys.readouterr().out)
     runs = [record for record in read() if record["label"] == "fed_ensemble"]
     best, entropy = (sum(record[name] for record in runs) / 2 for name in ("global/best_mode", "global/entropy"))
-    assert found["fed_ensemble"]["best mode"].startswith(f"{100 * best:.2f} ± ")
-    assert found["fed_ensemble"]["entropy of the modes"].startswith(f"{entropy:.2f} ± ")
-    assert found["fedavg"]["worst mode"] == "–"
+    assert result["fed_ensemble"]["best mode"].startswith(f"{100 * best:.2f} ± ")
+    assert result["fed_ensemble"]["entropy of the modes"].startswith(f"{entropy:.2f} ± ")
+    assert result["fedavg"]["worst mode"] == "–"
 
 
 @pytest.mark.slow
@@ -912,7 +917,8 @@ def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
     words = ["compare", recipe, "--algorithms", "fedavg", "perada_no_kd", "ditto", *grid]
     main([*words, *OUT])
     tried = [(record["label"], record["point"]) for record in read() if record["stage"] == "tune"]
-    both, strength = "training.lr_personal+training.lr_local", "federated.algorithm.prox_strength"
+    both = "training.lr_personal+training.lr_local"
+    strength = "federated.algorithm.prox_strength"
     assert tried == [
         ("fedavg", {both: "0.01"}),
         ("fedavg", {both: "0.3"}),
@@ -990,9 +996,9 @@ def test_variants_are_run_and_shown_by_their_names(recipe, read, capsys):
     words = ["compare", recipe, "--algorithms", "fedavg", WEIGHTS, *OUT]
     words += ["--variants", "plain={}", "faster={training: {lr_local: 3.0, lr_personal: 3.0}}"]
     main(words)
-    shown = capsys.readouterr().out
-    assert begun(shown) == ["fedavg, plain, seed 0", "fedavg, faster, seed 0"]
-    table = rows(shown)
+    output = capsys.readouterr().out
+    assert begun(output) == ["fedavg, plain, seed 0", "fedavg, faster, seed 0"]
+    table = rows(output)
     assert list(table) == ["before fine-tuning", "fedavg, plain", "fedavg, faster", "full fine-tuning, for comparison"]
     scores = {r["label"]: r["global/global_test"] for r in read() if r["stage"] == "run"}
     expected = fitted("--federated.algorithm=FedAvg", "--training.lr_local=3.0", "--training.lr_personal=3.0", WEIGHTS)
@@ -1036,9 +1042,9 @@ def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read, capsys):
         (Path("out") / "r.json").write_text(json.dumps(rewritten))
         capsys.readouterr()
         main(["compare", recipe, "--algorithms", "ditto", *GRID, "--choose_by", names[record], *OUT])
-        said = capsys.readouterr().out
-        assert begun(said) == [f"ditto, seed 0, lr_personal+lr_local={('0.3', '0.01')[record]}"]
-        assert f"in %: {words[record]}, of held-out" in said
+        output = capsys.readouterr().out
+        assert begun(output) == [f"ditto, seed 0, lr_personal+lr_local={('0.3', '0.01')[record]}"]
+        assert f"in %: {words[record]}, of held-out" in output
         assert {one.get("chosen_by", [""])[0] for one in read() if one["stage"] == "tune"} == {names[record]}
 
 
@@ -1089,9 +1095,9 @@ def test_rows_of_other_choices_and_values_are_not_averaged():
         scored("d, batch_size=4", 0, 0.5, variant=["--data.batch_size=4"]),
         scored("d, batch_size=4", 0, 0.7, variant=["--distillation.batch_size=4"]),
     ]
-    found = rows(summary(records))
-    assert [row["own images"] for row in found.values()] == ["20.00", "40.00", "50.00", "70.00"]
-    assert list(found)[:2] == ["ditto", "ditto --choose_by=global/global_test"]  # what both have is not said
+    result = rows(summary(records))
+    assert [row["own images"] for row in result.values()] == ["20.00", "40.00", "50.00", "70.00"]
+    assert list(result)[:2] == ["ditto", "ditto --choose_by=global/global_test"]  # what both have is not said
     lines = curve_tables(records).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in lines[2:]]
     assert cells == [["10.00", "90.00"], ["50.00", "60.00"]]
@@ -1119,14 +1125,14 @@ def test_diagnostics_are_kept_of_every_round(recipe, read, capsys):
 def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read, capsys):
     weights = "--vary", "model.pretrained=false,perada:fashion_test_resnet"
     main(["compare", recipe, *weights, "--seeds", "0", "1", *OUT])
-    found = rows(capsys.readouterr().out)
+    result = rows(capsys.readouterr().out)
     starts = [record for record in read() if record["stage"] == "start"]
-    assert [(one["varied"], one["seed"]) for one in starts] == [
+    assert [(start["varied"], start["seed"]) for start in starts] == [
         ({"model.pretrained": value}, seed) for seed in (0, 1) for value in ("false", "perada:fashion_test_resnet")
     ]
     for value in ("false", "perada:fashion_test_resnet"):
-        scores = [one["global/global_test"] for one in starts if one["varied"]["model.pretrained"] == value]
-        row = found[f"before fine-tuning, pretrained={value}"]
+        scores = [start["global/global_test"] for start in starts if start["varied"]["model.pretrained"] == value]
+        row = result[f"before fine-tuning, pretrained={value}"]
         assert row["global model"].startswith(f"{50 * sum(scores):.2f} ± ")
     main(["compare", recipe, "--vary", "training.local_steps=1,2", "--output", "out/s.json"])
     assert [name for name in rows(capsys.readouterr().out) if name.startswith("before")] == ["before fine-tuning"]

@@ -92,7 +92,8 @@ def test_what_diverged_counts_as_worst():
 
 
 def test_a_point_follows_from_what_is_told_alone():
-    grid, draws = parse_grid(["lr=1e-4..1"]), random.Random(0)
+    grid = parse_grid(["lr=1e-4..1"])
+    draws = random.Random(0)
     told = [({"lr": f"{10 ** draws.uniform(-4, 0):.5g}"}, draws.random()) for _ in range(8)]
     assert propose(grid, told, 8, "tpe", 1) == propose(
         grid, [*told, ({"lr": "7"}, 9.0), ({"x": "1"}, 9.0)], 8, "tpe", 1
@@ -116,7 +117,7 @@ def quick(make_cli, task, threads, anonymous):
 
 
 def of(records, stage, label):
-    return [one for one in records if one["stage"] == stage and one["label"] == label]
+    return [record for record in records if record["stage"] == stage and record["label"] == label]
 
 
 @pytest.mark.parametrize("sampler", ["tpe", pytest.param("random", marks=pytest.mark.slow)])
@@ -132,7 +133,8 @@ def test_each_algorithm_gets_so_many_trials_and_the_file_is_all_that_is_kept(sam
             pass
         return capsys.readouterr().out
 
-    shown, records = run(8, *OUT), results()
+    shown = run(8, *OUT)
+    records = results()
     firsts = []
     for label in ("fedavg", "ditto"):
         records_of_label = of(records, "tune", label)
