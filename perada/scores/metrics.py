@@ -294,12 +294,13 @@ def _suggest_names(name: object, short_names: Sequence[str]) -> str:
     """Return a suggestion of names for an unknown metric."""
     import torchmetrics.classification
 
-    classes = [name for name in dir(torchmetrics.classification) if _torchmetrics_class(name)]
+    class_names = [known for known in dir(torchmetrics.classification) if _torchmetrics_class(known)]
     # The name may be that of a class without its task, such as F1Score.
-    for_tasks = [name for name in classes if name in (f"Multiclass{name}", f"Multilabel{name}")]
-    close = [*near_names(str(name), short_names, limit=2), *for_tasks]
+    with_task = (f"Multiclass{name}", f"Multilabel{name}")
+    close = near_names(str(name), short_names, limit=2)
+    close.extend(class_name for class_name in class_names if class_name in with_task)
     if not close:
-        close = near_names(str(name), classes, limit=3)
+        close = near_names(str(name), class_names, limit=3)
     if close:
         return f"did you mean {', '.join(close)}?"
     return f"choose from {', '.join(short_names)}"

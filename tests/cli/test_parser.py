@@ -255,8 +255,8 @@ def test_so_it_is_in_a_recipe(recipe, message):
         ("--trainer.devices=0,1 --trainer.accelerator=cpu", "devices must be an integer >= 1, "),
         ("--trainer.strategy=dpp", "strategy='dpp' is unknown; did you mean 'ddp'"),
         ("--federated.algorithm=fedpac", "--federated.algorithm: there is no class 'fedpac'; choose one of perada, "),
-        ("--evaluation.metric=Accuracy", "metric='Accuracy' is unknown: did you mean accuracy"),
         ("--evaluation.metric=F1Score", "metric='F1Score' is unknown: did you mean MulticlassF1Score"),
+        ("--evaluation.metric=Accuracy", "metric='Accuracy' is unknown: did you mean accuracy"),
     ],
 )
 def test_devices_and_names_are_rejected_in_our_words(words, message):
