@@ -88,38 +88,24 @@ class Comparison:
     """
 
     def __init__(self, records: Iterable[Record]) -> None:
-        finished = []
-        for record in records:
-            if record["stage"] == "run" and "failed" not in record and record.get("clients"):
-                finished.append(record)
-        records_by_name = records_of_rows(finished)
+        records_by_name = records_of_rows([record for record in records if _has_client_scores(record)])
         self.without_scores = [name for name, of_row in records_by_name.items() if any(map(_lacks_scores, of_row))]
         for name in self.without_scores:
             del records_by_name[name]
         self.seeds = _find_common_seeds(records_by_name.values())
-        records_of_row: dict[str, list[Record]] = {}
-        for name, records_with_name in records_by_name.items():
-            by_seed = {record["seed"]: record for record in records_with_name}
-            records_of_row[name] = [by_seed[seed] for seed in self.seeds]
+        records_of_row = _select_seeds(records_by_name, self.seeds)
         _check_same_images(records_of_row)
 
-        first_records = next(iter(records_of_row.values()))
-        self.unit: ScoreUnit = unit_of(first_records[0])
-        self.lower_is_better = lower_is_better(first_records[0])
-        num_clients = len(first_records[0]["client_test_images"])
-        names = first_records[0].get("client_names")
-        self.client_names: list[str] = names or [f"client {number}" for number in range(num_clients)]
+        first_record = next(iter(records_of_row.values()))[0]
+        self.unit: ScoreUnit = unit_of(first_record)
+        self.lower_is_better = lower_is_better(first_record)
+        self.client_names = _name_clients(first_record)
         self.rows: list[ComparedRow] = []
-        for name, records_with_name in records_of_row.items():
-            self.rows += _make_rows(name, records_with_name)
+        for name, row_records in records_of_row.items():
+            self.rows += _make_rows(name, row_records)
         if len(self.rows) < 2:
             raise NotComparableError("there is one row; compare it with another one", is_worth_saying=False)
-        self.criteria: list[str] = []
-        for criterion in CRITERIA:
-            if all(criterion in row.scores for row in self.rows):
-                has_scores = _leave_out_incomplete([row.scores[criterion] for row in self.rows])
-                if has_scores:
-                    self.criteria.append(criterion)
+        self.criteria = _complete_criteria(self.rows)
         if not self.criteria:
             raise NotComparableError("no client has a score in all rows")
 
@@ -238,6 +224,37 @@ def _different_field(record: Record, other: Record) -> str | None:
         if record.get(key) != other.get(key):
             return subject
     return None
+
+
+def _has_client_scores(record: Record) -> bool:
+    """Return whether a record is of a finished run of the table, with scores of its clients."""
+    return record["stage"] == "run" and "failed" not in record and bool(record.get("clients"))
+
+
+def _select_seeds(records_by_name: Mapping[str, Sequence[Record]], seeds: Sequence[int]) -> dict[str, list[Record]]:
+    """Return the records of each row with some seeds, in their order."""
+    records_of_row = {}
+    for name, records in records_by_name.items():
+        record_of_seed = {record["seed"]: record for record in records}
+        records_of_row[name] = [record_of_seed[seed] for seed in seeds]
+    return records_of_row
+
+
+def _name_clients(record: Record) -> list[str]:
+    """Return the names of a run's clients; ``client 0`` and so on if it has none."""
+    names: list[str] | None = record.get("client_names")
+    return names or [f"client {number}" for number in range(len(record["client_test_images"]))]
+
+
+def _complete_criteria(rows: Sequence[ComparedRow]) -> list[str]:
+    """Return the criteria that all rows have scores for, and leave out the scores of clients that lack one."""
+    criteria = []
+    for criterion in CRITERIA:
+        if all(criterion in row.scores for row in rows):
+            has_scores = _leave_out_incomplete([row.scores[criterion] for row in rows])
+            if has_scores:
+                criteria.append(criterion)
+    return criteria
 
 
 def _make_rows(name: str, records: Sequence[Record]) -> list[ComparedRow]:

@@ -17,6 +17,7 @@ from perada.data.batches.transforms import MissingImageError, read_image, resize
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, number_labels
 from perada.data.sets.label_columns import (
+    RowLabels,
     check_columns,
     check_one_kind_of_label,
     checked_mask_values,
@@ -266,21 +267,29 @@ class HuggingFace(ListedImages):
             self._mask_column()
         self._image_column()
         paths = list(self._row_of_path)
-        classes: tuple[str, ...] | None = None
-        labels: Array | None = None
-        masks: list[str] | None = None
-        numbers: Array | None = None
-        if self.numbers is not None:
-            classes = names_of_numbers(self.numbers)
-            numbers = read_numbers(self, classes)
-        elif self.mask is None:
-            classes, labels = self._number_labels()
-        else:
-            masks = paths
+        row_labels = self._read_labels(paths)
         split = np.array([path.rpartition("[")[0] for path in paths])
         uses_several_splits = len({*split, *(self.splits or ())}) > 1
         split_or_none = split if uses_several_splits else None
-        return Manifest(paths, labels, classes, self.extra_columns(), split_or_none, masks=masks, numbers=numbers)
+        return Manifest(
+            paths,
+            row_labels.labels,
+            row_labels.classes,
+            self.extra_columns(),
+            split_or_none,
+            masks=row_labels.masks,
+            numbers=row_labels.numbers,
+        )
+
+    def _read_labels(self, paths: list[str]) -> RowLabels:
+        """Return what the options ``label``, ``mask`` and ``numbers`` select; a mask has the path of its image."""
+        if self.numbers is not None:
+            classes = names_of_numbers(self.numbers)
+            return RowLabels(classes, numbers=read_numbers(self, classes))
+        if self.mask is not None:
+            return RowLabels(masks=paths)
+        classes, labels = self._number_labels()
+        return RowLabels(classes, labels)
 
     def _number_labels(self) -> tuple[tuple[str, ...], Array]:
         """Return the classes and the labels of all rows."""

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -71,6 +72,23 @@ def guess_separator(cells: list[str]) -> str | None:
         if parts and parts <= distinct_cells:
             return separator
     return None
+
+
+@dataclass(frozen=True)
+class RowLabels:
+    """What the rows of a list are labelled with: classes, masks or numbers. The other attributes are None.
+
+    Attributes:
+        classes: Names of the classes, or of the numbers.
+        labels: Labels by row; see :class:`.Manifest`.
+        masks: Path of each row's mask.
+        numbers: Numbers (rows, D) to predict.
+    """
+
+    classes: tuple[str, ...] | None = None
+    labels: Array | None = None
+    masks: list[str] | None = None
+    numbers: Array | None = None
 
 
 def read_numbers(

@@ -24,6 +24,7 @@ from perada.data.sets.label_columns import (
     VALUES_OF_UNKNOWN,
     Blank,
     Decimal,
+    RowLabels,
     Unknown,
     check_columns,
     check_one_kind_of_label,
@@ -147,24 +148,33 @@ class ImageTable(ListedImages):
         )
         paths = self._existing_paths(files)
         self._reject_other_spellings(files, paths)
-        classes: tuple[str, ...] | None = None
-        labels: Array | None = None
-        masks: list[str] | None = None
-        numbers: Array | None = None
-        if self.numbers is not None:
-            classes = names_of_numbers(self.numbers)
-            numbers = read_numbers(self, classes, self.decimal, "decimal: ','")
-        elif self.mask is None:
-            classes, labels = self._number_labels()
-        else:
-            masks = self._existing_paths(self.column("mask", self.mask, "fill in the mask, or take the row out"))
+        row_labels = self._read_labels()
         split_column = self.split
         if not split_column and "split" in self.listing.columns:
             split_column = "split"
         split = None
         if split_column:
             split = np.array(self.column("split", split_column))
-        return Manifest(paths, labels, classes, self.extra_columns(), split, masks=masks, numbers=numbers)
+        return Manifest(
+            paths,
+            row_labels.labels,
+            row_labels.classes,
+            self.extra_columns(),
+            split,
+            masks=row_labels.masks,
+            numbers=row_labels.numbers,
+        )
+
+    def _read_labels(self) -> RowLabels:
+        """Return what the options ``label``, ``mask`` and ``numbers`` select."""
+        if self.numbers is not None:
+            classes = names_of_numbers(self.numbers)
+            return RowLabels(classes, numbers=read_numbers(self, classes, self.decimal, "decimal: ','"))
+        if self.mask is not None:
+            masks = self.column("mask", self.mask, "fill in the mask, or take the row out")
+            return RowLabels(masks=self._existing_paths(masks))
+        classes, labels = self._number_labels()
+        return RowLabels(classes, labels)
 
     def _existing_paths(self, files: Sequence[str]) -> list[str]:
         """Return the path of the file of each row; raise a ValueError that names rows whose file does not exist."""
