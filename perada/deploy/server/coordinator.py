@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from perada.core.rounds import RoundPlan, sample_cohort
-from perada.core.states import State, narrowed, stack_size, strides_of, widened
+from perada.core.states import State, narrowed, strides_of, widened
 from perada.deploy.protocol import (
     SUM_KINDS,
-    RejectionError,
     Request,
     RequestKind,
     Response,
@@ -25,13 +24,11 @@ from perada.deploy.protocol import (
     spec_of,
 )
 from perada.deploy.recipe import ServerRecipe, labels_digest
-from perada.deploy.scores import impossible_sums, mean_scores, scores_of_sums
 from perada.deploy.server import SERVER_STATE
 from perada.deploy.server.progress import (
     RoundRecord,
     RunProgress,
     SavedRun,
-    participation_of,
     read_saved_run,
     write_progress,
 )
@@ -45,6 +42,7 @@ from perada.deploy.server.rounds import (
     log_each,
     log_round,
 )
+from perada.deploy.server.scored_rounds import ScoredRounds
 from perada.deploy.server.summed_rounds import SummedRounds
 from perada.deploy.server.waits import SiteWaits, next_wait
 from perada.deploy.sums.vector import check_cryptography
@@ -54,7 +52,6 @@ from perada.federation.local_trainer import LocalTrainer
 from perada.federation.server import Server
 from perada.federation.setup_checks import RunSetup, check_run
 from perada.privacy.accounting import check_delta_covers
-from perada.scores.failed_outputs import REMEDY
 from perada.server.sums import SecureSums
 from perada.system.disk_errors import DiskError, naming_disk
 from perada.system.files import FolderLock
@@ -82,6 +79,19 @@ class _Replies:
     answered: dict[str, tuple[Response, State]]
 
 
+@dataclass(frozen=True)
+class _RepliesOfAll:
+    """What came of a request to all connected sites.
+
+    Attributes:
+        responses: Responses of the sites that answered, by name.
+        failed: Codes of the other sites, by name.
+    """
+
+    responses: dict[str, Response]
+    failed: dict[str, str]
+
+
 class Coordinator:
     """Runs the rounds of a recipe over a transport, and saves its state after each round.
 
@@ -97,6 +107,7 @@ class Coordinator:
         roster: Sites of the run.
         sample: Number of sites that are asked in a round; None for all.
         summed_rounds: Secure sums of the run.
+        scored_rounds: Scores of the models on the sites' test images.
 
     Raises:
         ValueError: If the recipe cannot be deployed, or the folder holds another run.
@@ -156,6 +167,15 @@ class Coordinator:
             ask=self._ask_for_sum,
             retry_on_disk_failure=self._retry_on_disk_failure,
             states_before=states_before,
+        )
+        self.scored_rounds = ScoredRounds(
+            recipe=recipe,
+            settings=self.settings,
+            server=self.server,
+            roster=self.roster,
+            progress=self.progress,
+            summed_rounds=self.summed_rounds,
+            sites_per_round=self.sample,
         )
 
     def _begin_run(self) -> RunProgress:
@@ -263,8 +283,9 @@ class Coordinator:
         progress = self.progress
         begin = time.monotonic()
         state = self.server.global_state
-        tuned, failed = self._ask_everyone("tune", state, strides=strides_of(state))
-        self.roster.note_tuned(tuned, failed)
+        replies = self._ask_everyone("tune", state, strides=strides_of(state))
+        tuned = replies.responses
+        self.roster.note_tuned(tuned, replies.failed)
         if len(tuned) < self.terms.min_sites:
             missing = {name: "not tuned" for name in self.roster.numbers if name not in tuned}
             raise TimeoutError(self._too_few_message("fine-tuning", len(tuned), missing, begin))
@@ -394,17 +415,8 @@ class Coordinator:
                 return False
         return True
 
-    def _ask_everyone(
-        self,
-        kind: RequestKind,
-        tensors: State,
-        **fields: Any,
-    ) -> tuple[dict[str, Response], dict[str, str]]:
-        """Ask all connected sites, within the deadline.
-
-        Returns:
-            The responses, and the codes of the other sites.
-        """
+    def _ask_everyone(self, kind: RequestKind, tensors: State, **fields: Any) -> _RepliesOfAll:
+        """Ask all connected sites, within the deadline."""
         numbers = self.roster.numbers
         record = RoundRecord(self.progress.done)
         connected = self.transport.names()
@@ -418,7 +430,7 @@ class Coordinator:
         for name, code in record.failed.items():
             log.warning("%s: site %s: %s", kind, name, code, extra={"site": name})
         responses = {name: replies.answered[name][0] for name in names if name in replies.answered}
-        return responses, record.failed
+        return _RepliesOfAll(responses, record.failed)
 
     def _gather_sites(self, end: float) -> list[int]:
         """Wait until enough sites are connected.
@@ -685,102 +697,15 @@ class Coordinator:
     def _evaluate_sites(self) -> None:
         """Have sites score the models on their own test images, and average what they send."""
         progress = self.progress
-        state = self.server.global_state
-        tensors = {f"shared/{key}": value for key, value in state.items()}
-        members = self._ensemble_members(state)
-        num_models = 0
-        if members:
-            tensors |= {f"members/{key}": value for key, value in members.items()}
-            num_models = stack_size(members)
-        responses, _ = self._ask_everyone("evaluate", tensors, models=num_models, strides=strides_of(state))
-
-        responses = self._without_impossible_sums(responses)
-        self._warn_of_failed_outputs(responses)
-        if self.settings.secure_sums is None or self.recipe.noisy:
-            scores = self._mean_scores(responses)
-        else:
-            scores = self._scores_of_sum(responses)
+        models = self.scored_rounds.models_to_score()
+        replies = self._ask_everyone(
+            "evaluate", models.tensors, models=models.num_members, strides=strides_of(self.server.global_state)
+        )
+        scores = self.scored_rounds.average(replies.responses)
         progress.history[-1] |= scores
         progress.scored = progress.done
         self._save_progress()
         log_round(self.loggers, scores | {"round": progress.history[-1]["round"]})
-
-    def _warn_of_failed_outputs(self, responses: Mapping[str, Response]) -> None:
-        """Log the sites at which outputs of a model are NaN or infinite, so that there is no score of it."""
-        for name, response in responses.items():
-            for model in response.facts.get("failed_models", ()):
-                if model == "both":
-                    # One of the two models has failed, too.
-                    continue
-                log.warning(
-                    "round %d: outputs of the %s model are NaN or infinite for test images of site %s, so it has no "
-                    "score, and means over the sites are NaN; %s",
-                    self.progress.done,
-                    model,
-                    name,
-                    REMEDY,
-                    extra={"site": name},
-                )
-
-    def _without_impossible_sums(self, responses: Mapping[str, Response]) -> dict[str, Response]:
-        """Return the responses to an evaluation, without those with sums that no test images can have."""
-        recipe = self.recipe
-        possible = {}
-        for name, response in responses.items():
-            problem = impossible_sums(recipe.module.metrics, recipe.num_summands, response.facts, recipe.max_pixels)
-            if problem:
-                log.warning("evaluate: site %s: malformed: %s", name, problem, extra={"site": name})
-            else:
-                possible[name] = response
-        return possible
-
-    def _mean_scores(self, responses: Mapping[str, Response]) -> dict[str, float]:
-        """Average the scores that sites have sent."""
-        recent_by_number = participation_of(self.progress, self.sample).recent
-        recent = [recent_by_number[self.roster.numbers[name]] for name in responses]
-        facts = [response.facts for response in responses.values()]
-        return mean_scores(self.recipe.module.metrics, facts, recent, self.recipe.predicts_with_both)
-
-    def _scores_of_sum(self, responses: Mapping[str, Response]) -> dict[str, float]:
-        """Compute scores from a secure sum over the sites; if it fails, from what they have sent outside of it."""
-        recipe = self.recipe
-        candidates: dict[str, tuple[Response, State]] = {}
-        for name, response in responses.items():
-            if response.sums.get("adds"):
-                candidates[name] = (response, {})
-        try:
-            contents = recipe.contents_of_scores()
-            result = self.summed_rounds.add_up("scores", RoundRecord(self.progress.done), candidates, contents).result
-        except RejectionError as rejection:
-            log.warning("no scores after round %d: %s", self.progress.done, rejection)
-            return self._mean_scores(responses)
-        for model, name in (("that the site predicts with", "own/failed"), ("global", "global/failed")):
-            num_failed = round(result.totals.get(name, 0))
-            if num_failed:
-                model_text = f"{model} model" if model == "global" else f"model {model}"
-                log.warning(
-                    "round %d: outputs of the %s are NaN or infinite at %d of %d sites, so it has no score; %s",
-                    self.progress.done,
-                    model_text,
-                    num_failed,
-                    len(candidates),
-                    REMEDY,
-                )
-        return scores_of_sums(
-            recipe.module.metrics, recipe.num_summands, result, recipe.max_pixels, recipe.predicts_with_both
-        )
-
-    def _ensemble_members(self, state: State) -> State:
-        """Return the global models (models, ...) to be scored; nothing if they follow from the global state."""
-        algorithm = self.settings.algorithm
-        if not algorithm.global_model:
-            return {}
-        members = self.server.members()
-        derived = algorithm.members(state, {})
-        for key, value in members.items():
-            if value.shape != derived[key].shape or not torch.equal(value, derived[key]):
-                return members
-        return {}
 
     def _save_progress(self) -> None:
         """Write the states and the progress."""
