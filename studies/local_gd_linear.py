@@ -182,14 +182,14 @@ def regression_steps(problem: NodeData, steps: int, lr: float) -> Local:
             f"positive number below {MAX_STEP / steepest:.3g}"
         )
 
-    def local(w: Tensor) -> Tensor:
+    def descend(w: Tensor) -> Tensor:
         gap = (problem.y - _apply_models(problem.x, w)).unsqueeze(-1)  # (M, N, 1): y − X w
         c = torch.zeros_like(gap)
         for _ in range(steps):
             c += lr * (gap - gram @ c)
         return w + (problem.x.mT @ c).squeeze(-1)
 
-    return local
+    return descend
 
 
 def classification_steps(problem: NodeData, steps: int, lr: float, decay: float) -> Local:
@@ -213,7 +213,7 @@ def classification_steps(problem: NodeData, steps: int, lr: float, decay: float)
     else:
         count = problem.sizes.view(-1, 1, 1)
 
-    def local(w: Tensor) -> Tensor:
+    def descend(w: Tensor) -> Tensor:
         margin = _apply_models(signed, w).unsqueeze(-1)  # (M, N, 1)
         c = torch.zeros_like(margin)
         for _ in range(steps):
@@ -224,7 +224,7 @@ def classification_steps(problem: NodeData, steps: int, lr: float, decay: float)
             raise ValueError(f"lr={lr!r} diverges in dimension {signed.shape[-1]}; choose a smaller lr")
         return models
 
-    return local
+    return descend
 
 
 def centralized(problem: NodeData, steps: int, lr: float, *, classify: bool) -> Tensor:

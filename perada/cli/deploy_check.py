@@ -58,7 +58,7 @@ def measure_step(client: Client) -> MeasuredStep:
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
     begin = time.monotonic()
-    client.train(request, client.recipe.template.sending, RunState(request.run), protection, only_step=batch)
+    client.train(request, client.recipe.template.received, RunState(request.run), protection, only_step=batch)
     if is_cuda:
         torch.cuda.synchronize(device)
     seconds = time.monotonic() - begin

@@ -148,8 +148,8 @@ class Recipe:
         """Examples of the states that are exchanged in the first round."""
         initial = self.loop.algorithm.initial(self.module.initial_state)
         example = self._example_round(initial, 0)
-        sending = initial if self.loop.algorithm.compares_models else example.received
-        return Template(initial, sending, example.opened, example.sent)
+        received = initial if self.loop.algorithm.compares_models else example.received
+        return Template(initial, received, example.opened, example.sent)
 
     def public_images(self) -> "PublicImages":
         """Return the public images, prepared for the network, which must be built."""
@@ -186,7 +186,7 @@ class Recipe:
                     "because sites do not know in advance how many there are; set it, or use clipping='fixed'"
                 )
             # This raises an error for tensors that cannot be summed; the result is not needed.
-            exact_change(self.template.sent, self.template.sending)
+            exact_change(self.template.sent, self.template.received)
         return ClientLevel(options, loop.seed, sites, self.rounds, secure_sums=loop.secure_sums)
 
     def contents(self, round: int, public_images: "PublicImages") -> "Contents":
@@ -372,13 +372,13 @@ class Template:
 
     Attributes:
         initial: First global state.
-        sending: State that the server sends to a client or, if clients compare global models, all of them.
+        received: State that the server sends to a client or, if clients compare global models, all of them.
         opened: States (1, ...) that a client trains, by role.
         sent: State that a client sends in the first round.
     """
 
     initial: State
-    sending: State
+    received: State
     opened: Stacks
     sent: State
 

@@ -204,8 +204,9 @@ class FrozenTrunk:
             What the model returns for the images of that pass.
         """
         first_output = next(iter(outputs.values()))
-        self.feature_pass = FeaturePass(len(first_output), outputs)
-        logits: Tensor = model(self._blank_images(len(first_output), first_output))
+        num_rows = len(first_output)
+        self.feature_pass = FeaturePass(num_rows, outputs)
+        logits: Tensor = model(self._blank_images(num_rows, first_output))
         self.feature_pass = None
         return logits
 

@@ -147,7 +147,9 @@ def check_objects(options: Mapping[str, Any], callbacks: Sequence[object]) -> No
         if not isinstance(callback, pl.Callback):
             raise invalid_option("callbacks", callback, "a Callback or a list of them")
     loggers = options.get("logger")
-    for logger in loggers if isinstance(loggers, list | tuple) else [loggers]:
+    if not isinstance(loggers, list | tuple):
+        loggers = [loggers]
+    for logger in loggers:
         if not isinstance(logger, Logger | bool | None):
             raise invalid_option("logger", logger, "True, False, a Logger or a list of them", "True writes CSV files")
     folder = options.get("default_root_dir")

@@ -46,13 +46,13 @@ class FailedOutputs:
         >>> FailedOutputs("personal", 0, 12, 3).describe()
         'the model of client 0 on 12 test images, since round 3'
         """
-        client = _label_client(self.client, client_names)
+        client_label = _label_client(self.client, client_names)
         plural = "" if self.images == 1 else "s"
-        images = f"{self.images} test image{plural}"
-        round = f"since round {self.since}" if self.since else "since before round 1"
+        count = f"{self.images} test image{plural}"
+        first_round = f"round {self.since}" if self.since else "before round 1"
         if self.model == "global":
-            return f"the global model on {images} of {client}, {round}"
-        return f"the model of {client} on {images}, {round}"
+            return f"the global model on {count} of {client_label}, since {first_round}"
+        return f"the model of {client_label} on {count}, since {first_round}"
 
     def record(self) -> dict[str, Any]:
         """Return the attributes as JSON."""

@@ -106,8 +106,8 @@ class SecureSums:
             num_rows = len(value)
             if num_rows == 0 or value[0].numel() == 0:
                 continue
-            by_client = double(value).reshape(num_rows, -1)
-            largest = by_client.abs().amax(1).to(magnitudes)
+            flat_rows = double(value).reshape(num_rows, -1)
+            largest = flat_rows.abs().amax(1).to(magnitudes)
             magnitudes[updates.places] = torch.maximum(magnitudes[updates.places], largest)
         # Each rank has zeros for the clients of the others.
         updates.ranks.sum_([magnitudes])

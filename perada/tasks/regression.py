@@ -185,8 +185,8 @@ class Regression(NumberTask):
     def _standardize_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Return (y − μ) / σ in the dtype of the outputs, of targets with the outputs' shape.
 
-        The subtraction is done in double precision where the device supports it: a large mean would leave no digits in
-        less, for example of time stamps in milliseconds, which are integers.
+        The subtraction is done in double precision where the device supports it. In single precision, a large mean
+        would leave no digits, for example of time stamps in milliseconds.
         """
         values = double(targets)
         if self.mean is not None:

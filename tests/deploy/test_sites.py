@@ -57,7 +57,7 @@ def train(worker, round=0, kind="train", shift=0.0, **options):
 
 
 def sending(client):
-    return client.recipe.template.sending
+    return client.recipe.template.received
 
 
 def code(reply, message):

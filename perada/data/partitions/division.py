@@ -202,10 +202,10 @@ def _checked_rows(name: str, part: str, rows_of_clients: Any, num_rows: int) -> 
     """Return the rows of each client as int64 arrays, after checking them against the ``num_rows`` of the split."""
     if not isinstance(rows_of_clients, Sequence | np.ndarray) or isinstance(rows_of_clients, str):
         raise _invalid_split(name, f"the {part} rows as {value_text(rows_of_clients)}")
-    clients = [_as_array(rows) for rows in rows_of_clients]
-    if not _are_disjoint_rows(clients, num_rows):
-        raise _invalid_split(name, _first_invalid_rows(part, clients, num_rows))
-    return [rows.astype(np.int64) for rows in clients]
+    arrays = [_as_array(rows) for rows in rows_of_clients]
+    if not _are_disjoint_rows(arrays, num_rows):
+        raise _invalid_split(name, _first_invalid_rows(part, arrays, num_rows))
+    return [rows.astype(np.int64) for rows in arrays]
 
 
 def _as_array(rows: object) -> Array:

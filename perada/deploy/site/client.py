@@ -296,7 +296,7 @@ class Client:
         if phases:
             planned_phases = phases
         elif request.kind == "tune":
-            _, tuning_phase = self._tuning_algorithm()
+            tuning_phase = self._tuning_phase()
             planned_phases = [tuning_phase]
         else:
             planned_phases = self.settings.phases
@@ -380,7 +380,7 @@ class Client:
         tuning = request.kind == "tune"
         with self.recipe.context():
             if tuning:
-                algorithm, _ = self._tuning_algorithm()
+                algorithm = self._tuning_algorithm()
                 shared = to_device(received, self.recipe.device)
                 client_state = initial_stacks(algorithm.initial_client_state(shared, self.module.tensor_names))
                 start = self._state_sent_to_site(algorithm, request, shared)
@@ -557,11 +557,12 @@ class Client:
         """Return the state (1, ...) that the site predicts with; None if it is the global one."""
         algorithm = self.settings.algorithm
         if run_state.training.tuned_state is not None:
-            tuning, _ = self._tuning_algorithm()
+            tuning = self._tuning_algorithm()
             personal = tuning.personal(_move_stacks(run_state.training.tuned_state, self.recipe.device), shared)
         elif algorithm.inference == "personal":
             personal = algorithm.personal(self._client_state(run_state), shared)
         elif run_state.rank:
+            # The site predicts with the global model, cut to its rank.
             personal = expand(shared, 1)
         else:
             return None
@@ -569,11 +570,17 @@ class Client:
             return personal
         return cut_ranks(personal, self.module.tensor_names.factors, torch.tensor([run_state.rank]))
 
-    def _tuning_algorithm(self) -> tuple[Algorithm, Phase]:
-        """Return the algorithm and the phase of the fine-tuning after the last round."""
+    def _tuning_algorithm(self) -> Algorithm:
+        """Return the algorithm of the fine-tuning after the last round."""
         tuning = self.settings.algorithm.personalization()
         assert tuning is not None
-        return tuning
+        return tuning[0]
+
+    def _tuning_phase(self) -> Phase:
+        """Return the phase of the fine-tuning after the last round."""
+        tuning = self.settings.algorithm.personalization()
+        assert tuning is not None
+        return tuning[1]
 
     def _client_state(self, run_state: RunState) -> Stacks:
         """Return the state that the client has kept, (1, ...) by role."""

@@ -174,7 +174,7 @@ def _unpack_received(client: Client, message: bytes, request: Request) -> State:
     """Return the state that the server sent to be trained, as it lies in the server's memory."""
     template = client.recipe.template
     tuning = request.kind == "tune"
-    full = template.initial if tuning else template.sending
+    full = template.initial if tuning else template.received
     # The server cuts the adapter to the site's rank during rounds, but sends it in full for fine-tuning.
     expected = full if tuning else narrowed(full, factors_to_cut(client, request), request.rank)
     tensors = unpack(message, spec_of(expected)).tensors

@@ -95,7 +95,7 @@ class SiteWorker:
         for client in self.clients.values():
             template = client.recipe.template
             initial_size = max_message_size(template.initial)
-            sizes += [initial_size, max_message_size(template.sending)]
+            sizes += [initial_size, max_message_size(template.received)]
             if client.settings.algorithm.is_ensemble:
                 sizes.append(initial_size + MAX_MODELS * (initial_size - empty_size))
         return max(sizes)

@@ -60,7 +60,7 @@ def sent_after(client, shift):
     """What a site sends in round 1, after a round 0 in which it was given a model that is off by ``shift``."""
     order = Request("train", "0" * 32, client.recipe.digest, 0, 0, 3)
     state = RunState("0" * 32)
-    model = client.recipe.template.sending
+    model = client.recipe.template.received
     kept = client.train(order, moved(model, shift), state, client.protection(None, 0)).trained.client_state
     kept = {role: {key: value.clone() for key, value in part.items()} for role, part in kept.items()}
     state = replace(state, training=replace(state.training, client_state=kept))
