@@ -51,7 +51,7 @@ def collect(folder) -> Surface:
 # Names.
 
 
-def shown(hint: Any) -> str:
+def type_name(hint: Any) -> str:
     """A type as it is written, the same in each version of Python."""
     if hint is inspect.Parameter.empty:
         return ""
@@ -60,13 +60,13 @@ def shown(hint: Any) -> str:
     kind = get_origin(hint)
     inner = get_args(hint)
     if kind in (Union, types.UnionType):
-        return " | ".join(map(shown, inner))
+        return " | ".join(map(type_name, inner))
     if kind is Literal:
         return " | ".join(map(repr, inner))
     if isinstance(hint, list):
-        return f"[{', '.join(map(shown, hint))}]"
+        return f"[{', '.join(map(type_name, hint))}]"
     if kind is not None:
-        return f"{kind.__name__}[{', '.join(map(shown, inner))}]"
+        return f"{kind.__name__}[{', '.join(map(type_name, inner))}]"
     if hint is Ellipsis:
         return "..."
     return str(getattr(hint, "__name__", hint))
@@ -94,8 +94,8 @@ def signature_of(function: Any, skip: int = 0) -> Parts:
             by_place.append(name)
         stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
         default = "" if one.default is one.empty else f" = {value_of(one.default)}"
-        out[stars + name] = f"{shown(hints.get(name, one.annotation))}{default}"
-    returns = "" if isinstance(function, type) else f" -> {shown(hints.get('return', signature.return_annotation))}"
+        out[stars + name] = f"{type_name(hints.get(name, one.annotation))}{default}"
+    returns = "" if isinstance(function, type) else f" -> {type_name(hints.get('return', signature.return_annotation))}"
     return out | {"": f"({', '.join(by_place)}){returns}"}
 
 
@@ -172,14 +172,14 @@ def constant(value: Any) -> Parts:
     """A table with its keys, or the alias of a type."""
     if isinstance(value, Mapping | tuple | list):
         return {"": type(value).__name__, **dict.fromkeys(value, "")}
-    return {"": f"type {shown(value)}"}
+    return {"": f"type {type_name(value)}"}
 
 
 def arguments_of(kind: type) -> Parts:
     """What a class is made of; nothing of one that another library's base makes."""
     base = next(base for base in kind.__mro__ if "__init__" in vars(base))
     if is_typeddict(kind):
-        return {"": "()"} | {f"{name}": shown(hint) for name, hint in get_type_hints(kind).items()}
+        return {"": "()"} | {f"{name}": type_name(hint) for name, hint in get_type_hints(kind).items()}
     return {"": "()"} if base is not object and not ours(base) else signature_of(kind)
 
 
@@ -300,7 +300,7 @@ def _argument(action: Action) -> tuple[str, str]:
     text = (
         " | ".join(map(str, action.choices))
         if action.choices
-        else shown(getattr(action, "_typehint", None) or action.type)
+        else type_name(getattr(action, "_typehint", None) or action.type)
     )
     unsaid = action.default in (None, "==SUPPRESS==") or not named
     text = "flag" if action.nargs == 0 else text

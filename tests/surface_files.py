@@ -34,10 +34,10 @@ def files(folder: Path) -> dict[str, Parts]:
     content = read(fit / "run.json")
     kept = torch.load(fit / "checkpoints" / "last.ckpt", weights_only=True)[CHECKPOINT_KEY]
     return {
-        "folder of a fit": listed(fit),
-        "folder of Run.save": listed(saved),
+        "folder of a fit": list_files(fit),
+        "folder of Run.save": list_files(saved),
         "folder of Run.export": {
-            name.replace("client_0", "client_N"): "" for name in listed(exported) if "client_1" not in name
+            name.replace("client_0", "client_N"): "" for name in list_files(exported) if "client_1" not in name
         },
         "run.json": keys(content, f"format {content['format']}"),
         "run.json: info": keys(content["info"]),
@@ -56,7 +56,7 @@ def read(path: Path) -> dict:
     return check_sealed(json.loads(path.read_text()))
 
 
-def listed(folder: Path) -> Parts:
+def list_files(folder: Path) -> Parts:
     return {path.relative_to(folder).as_posix(): "" for path in sorted(folder.rglob("*")) if path.is_file()}
 
 

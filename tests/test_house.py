@@ -47,7 +47,7 @@ def room_of(module: str) -> str:
 
 
 @cache
-def parsed(source: str) -> ast.Module:
+def parse_source(source: str) -> ast.Module:
     """The tree of a source file, which several tests walk."""
     return ast.parse(source)
 
@@ -56,7 +56,7 @@ def parsed(source: str) -> ast.Module:
 def imported(module: str, source: str, *, is_package: bool = False) -> frozenset[str]:
     """Absolute names that a source file imports, at any depth and under any condition."""
     names: set[str] = set()
-    for node in ast.walk(parsed(source)):
+    for node in ast.walk(parse_source(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -106,7 +106,7 @@ def private_names(module: str) -> tuple[set[str], dict[str, int]]:
     """Names with an underscore that a file gives its own objects, and those that it asks of others, with the line."""
     private: set[str] = set()
     asked: dict[str, int] = {}
-    for node in ast.walk(parsed(MODULES[module].read_text())):
+    for node in ast.walk(parse_source(MODULES[module].read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             private.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -25,7 +25,7 @@ def copy_of_checkout(folder):
     return folder
 
 
-def built(checkout, out):
+def build_packages(checkout, out):
     """Folder with the sdist of a tree and the wheel built from it, as `make dist` makes them."""
     command = [sys.executable, str(ROOT / ".ci" / "dist.py"), str(checkout), str(out)]
     environment = os.environ | {"SOURCE_DATE_EPOCH": "1700000000"}
@@ -37,7 +37,7 @@ def built(checkout, out):
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
     checkout = copy_of_checkout(tmp_path_factory.mktemp("checkout") / "perada")
-    return built(checkout, tmp_path_factory.mktemp("dist"))
+    return build_packages(checkout, tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_two_builds_have_the_same_bytes(dist, tmp_path):
         if not path.is_symlink():
             path.chmod(path.stat().st_mode & 0o700)
             os.utime(path, (1_600_000_000, 1_600_000_000))
-    again = built(checkout, tmp_path / "dist")
+    again = build_packages(checkout, tmp_path / "dist")
     digests = [
         {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
         for folder in (dist, again)

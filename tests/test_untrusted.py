@@ -41,7 +41,7 @@ def checkpoint(root, version=0):
     return root / "lightning_logs" / f"version_{version}" / "checkpoints" / "last.ckpt"
 
 
-def changed(path, change):
+def change_checkpoint(path, change):
     content = torch.load(path, weights_only=True)
     change(content["perada"]["federation"]["clients"])
     torch.save(content, path)
@@ -104,7 +104,7 @@ def test_a_checkpoint_names_no_file_outside_of_its_run(tiny, tmp_path, name):
     shutil.copy(real, run / "clients" / "other.safetensors")
     shutil.copy(real, run / "clients" / f"client_9-{session}")
     named = name.format(name=real.name, absolute=outside / real.name, session=session)
-    changed(checkpoint(tmp_path), lambda saved: saved["files"].update({client: named}))
+    change_checkpoint(checkpoint(tmp_path), lambda saved: saved["files"].update({client: named}))
     for rounds in (2, 3):
         with pytest.raises(ValueError, match=f"client {client},"):
             fit(tiny, tmp_path, client_store="disk", rounds=rounds, ckpt_path=str(checkpoint(tmp_path)))
@@ -117,7 +117,7 @@ def test_a_checkpoint_names_no_folder_but_of_clients(tiny, tmp_path):
     run = tmp_path / "lightning_logs" / "version_0"
     outside = tmp_path / "outside"
     (run / "clients").rename(outside)
-    changed(checkpoint(tmp_path), lambda saved: saved.update(folder=str(outside)))
+    change_checkpoint(checkpoint(tmp_path), lambda saved: saved.update(folder=str(outside)))
     with pytest.raises(ValueError, match=r"lists files in '.*outside'"):
         fit(tiny, tmp_path, client_store="disk", rounds=3, ckpt_path=str(checkpoint(tmp_path)))
 

@@ -60,7 +60,7 @@ class Rounds(pl.Callback):
         self.begun = True
 
 
-def rejected(algorithm="fedavg", **options):
+def rejection_message(algorithm="fedavg", **options):
     rounds = Rounds()
     with pytest.raises(ValueError) as error:
         finetune(algorithm, "net-full", rounds=1, callbacks=[rounds], **options)
@@ -138,7 +138,7 @@ def test_representations_in_a_trial_are_as_wide_as_the_heads_input():
         assert torch.equal(value, plain.state("global")[key])
 
 
-def changed(**methods):
+def make_changed_algorithm(**methods):
     return type("Changed", (Own,), methods)()
 
 
@@ -149,7 +149,7 @@ def send(change):
         kept, sent = Own.end_round(self, trained, kept, received, tensor_names)
         return kept, change(sent)
 
-    return changed(end_round=end_round)
+    return make_changed_algorithm(end_round=end_round)
 
 
 def keep(change):
@@ -157,53 +157,56 @@ def keep(change):
         kept, sent = Own.end_round(self, trained, kept, received, tensor_names)
         return change(kept), sent
 
-    return changed(end_round=end_round)
+    return make_changed_algorithm(end_round=end_round)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        (changed(inference="personel"), "Changed.inference must be one of 'personal', 'global', got 'personel'"),
         (
-            changed(initial_client_state=lambda self, initial, tensor_names: {"drift": torch.zeros(3)}),
+            make_changed_algorithm(inference="personel"),
+            "Changed.inference must be one of 'personal', 'global', got 'personel'",
+        ),
+        (
+            make_changed_algorithm(initial_client_state=lambda self, initial, tensor_names: {"drift": torch.zeros(3)}),
             "for role 'drift' returned a tensor of shape (3,); return tensors by name",
         ),
         (
-            changed(initial_client_state=lambda self, initial, tensor_names: None),
+            make_changed_algorithm(initial_client_state=lambda self, initial, tensor_names: None),
             "Changed.initial_client_state returned None; return states by role, {role: {name: tensor}}",
         ),
         (
-            changed(broadcast=lambda self, sending: None),
+            make_changed_algorithm(broadcast=lambda self, sending: None),
             "Changed.broadcast returned None; return tensors by name, {name: tensor}",
         ),
         (
-            changed(begin_round=lambda self, kept, received, tensor_names: None),
+            make_changed_algorithm(begin_round=lambda self, kept, received, tensor_names: None),
             "Changed.begin_round returned None; return states by role, {role: {name: tensor}}",
         ),
         (
-            changed(begin_round=lambda self, kept, received, tensor_names: received),
+            make_changed_algorithm(begin_round=lambda self, kept, received, tensor_names: received),
             "Changed.begin_round for role 'conv.weight' returned a tensor of shape (2, 4, ",
         ),
         (keep(lambda kept: None), "Changed.end_round (client states) returned None; return states by role"),
         (send(lambda sent: None), "Changed.end_round (updates) returned None; return tensors by name"),
         (
-            changed(initial_client_state=lambda self, initial, tensor_names: {"drift": initial}),
+            make_changed_algorithm(initial_client_state=lambda self, initial, tensor_names: {"drift": initial}),
             "Changed.begin_round fails .* (KeyError: 'personal')",
         ),
         (
-            changed(begin_round=lambda self, kept, received, tensor_names: {"locl": received}),
+            make_changed_algorithm(begin_round=lambda self, kept, received, tensor_names: {"locl": received}),
             "Changed.client_step fails .* (KeyError: 'local')",
         ),
         (
-            changed(client_step=lambda self, step: step.descend("local", step.loss("local").mean())),
+            make_changed_algorithm(client_step=lambda self, step: step.descend("local", step.loss("local").mean())),
             r"Changed.client_step fails .* the loss has shape () instead of (2,), one value per client",
         ),
         (
-            changed(client_step=lambda self, step: step.descend("local", pull=(1.0, {}))),
+            make_changed_algorithm(client_step=lambda self, step: step.descend("local", pull=(1.0, {}))),
             "Changed.client_step fails in the dry run at set-up (KeyError: 'conv.weight')",
         ),
         (
-            changed(end_round=lambda self, trained, *rest: trained["local"]),
+            make_changed_algorithm(end_round=lambda self, trained, *rest: trained["local"]),
             "; return a pair of what clients keep",
         ),
         (
@@ -224,26 +227,31 @@ def keep(change):
         ),
         (keep(lambda kept: kept | {"drift": {}}), "for role 'drift' lacks 'conv.bias' and "),
         (
-            changed(server_step=lambda self, server: None),
+            make_changed_algorithm(server_step=lambda self, server: None),
             "Changed.server_step returned None; return tensors by name",
         ),
         (
-            changed(server_step=lambda self, server: {"c": torch.ones(1)}),
+            make_changed_algorithm(server_step=lambda self, server: {"c": torch.ones(1)}),
             "Changed.server_step returned 'c', which is not",
         ),
-        (changed(personal=lambda self, kept, w: w), "Changed.personal returned 'conv.weight' with shape (4, 1, 3, 3)"),
         (
-            changed(phases=lambda self, epochs, steps: ("train",)),
+            make_changed_algorithm(personal=lambda self, kept, w: w),
+            "Changed.personal returned 'conv.weight' with shape (4, 1, 3, 3)",
+        ),
+        (
+            make_changed_algorithm(phases=lambda self, epochs, steps: ("train",)),
             "Changed.phases returned 'train'; return perada.data.Phase(",
         ),
         (
-            changed(client_step=lambda self, step: step.descend("local", step.mean(step.labels.double()))),
+            make_changed_algorithm(
+                client_step=lambda self, step: step.descend("local", step.mean(step.labels.double()))
+            ),
             "does not depend on any parameter that phase 'train' trains (Changed.trainable_keys)",
         ),
     ],
 )
 def test_an_algorithm_that_does_not_fit_is_rejected_before_the_first_round(algorithm, words):
-    message = rejected(algorithm, clients_per_round=2)
+    message = rejection_message(algorithm, clients_per_round=2)
     for part in words.split(" .* "):
         assert part in message
 
@@ -290,7 +298,7 @@ def no_state(value):
     ],
 )
 def test_a_rule_that_does_not_fit_is_rejected_before_the_first_round(wrong, message):
-    assert message in rejected(server_rule=wrong, clients_per_round=2)
+    assert message in rejection_message(server_rule=wrong, clients_per_round=2)
 
 
 def test_a_rules_state_may_be_replaced_whole():

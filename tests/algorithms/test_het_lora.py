@@ -90,7 +90,7 @@ def logits(state, x):
     return F.linear(x, *(state[name] for name in HEAD))
 
 
-def trained(state, batches, lr, prox=0.0, anchor=None):
+def train_by_loop(state, batches, lr, prox=0.0, anchor=None):
     for x, y in batches:
         leaves = {key: value.detach().requires_grad_() for key, value in state.items()}
         gradients = torch.autograd.grad(F.cross_entropy(logits(leaves, x), y), list(leaves.values()))
@@ -117,7 +117,7 @@ def mean(values, weights):
     return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
 
 
-def averaged(sent, weights):
+def average_by_norms(sent, weights):
     """By norms of the products, layer by layer; the head by the weights."""
     w = {name: mean([update[name] for update in sent], weights) for name in HEAD}
     for layer in WIDTHS:
@@ -137,7 +137,7 @@ def decomposed(sent, weights):
     return w
 
 
-def loop(rounds, prox=None, weighted=False, merge=averaged):
+def loop(rounds, prox=None, weighted=False, merge=average_by_norms):
     """Global state, and what clients predict with, all as large as the adapter."""
     w = start()
     personal = [small(start(), rank) for rank in RANKS]
@@ -145,9 +145,9 @@ def loop(rounds, prox=None, weighted=False, merge=averaged):
         sent = []
         for m, images in batches.items():
             received = small(w, RANKS[m])
-            sent.append(trained(received, images, LR))
+            sent.append(train_by_loop(received, images, LR))
             if prox is not None:
-                personal[m] = trained(personal[m], images, LR_OWN, prox, received)
+                personal[m] = train_by_loop(personal[m], images, LR_OWN, prox, received)
         w = merge(sent, [SIZES[m] if weighted else 1 for m in batches])
     return w, [large(small(w, rank) if prox is None else state) for rank, state in zip(RANKS, personal, strict=True)]
 
@@ -238,11 +238,11 @@ def test_padding_is_as_if_it_were_not_there(base, options, monkeypatch):
     monkeypatch.setattr(FederatedClassifier, "initial_state", initial)
     least = LoraConfig(r=2, lora_alpha=ALPHA * 2 / R, target_modules=[*WIDTHS])
 
-    def trained(adapter):
+    def train_with(adapter):
         return run(HetLoRA(make_algorithm(base, **BASE_OPTIONS.get(base, {})), [2]), adapter=adapter, **options)
 
-    actual = trained(LAYERS)
-    expected = trained(least)
+    actual = train_with(LAYERS)
+    expected = train_with(least)
     assert_same(small(actual.state("global"), 2), expected.state("global"), "global")
     for m in CLIENTS:
         state = actual.state("personal", m)

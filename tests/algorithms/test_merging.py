@@ -84,7 +84,7 @@ def logits(state, x):
     return F.linear(F.linear(x, own["layer"]).tanh(), own["weight"], own["bias"])
 
 
-def trained(state, batches):
+def train_by_sgd(state, batches):
     """Plain SGD on the factors and the head, with W as it is."""
     state = {key: value.clone().requires_grad_("base_layer" not in key) for key, value in state.items()}
     leaves = [value for value in state.values() if value.requires_grad]
@@ -108,20 +108,21 @@ def batches_of_rounds(per_round):
         yield client_batches
 
 
-def averaged(weights, values):
+def weighted_mean(weights, values):
     return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
 
 def follow(method, state, per_round, by_samples, restarts):
     """The states after each round, and the plain networks that are the dense means."""
     for round, batches in enumerate(batches_of_rounds(per_round)):
-        updates = [trained(state, client_batches) for client_batches in batches.values()]
+        updates = [train_by_sgd(state, client_batches) for client_batches in batches.values()]
         sizes = [SIZES[m] if by_samples else 1 for m in batches]
         weights = [size / sum(sizes) for size in sizes]
         dense = {
-            key: averaged(weights, [merged_weights(update)[key] for update in updates]) for key in merged_weights(state)
+            key: weighted_mean(weights, [merged_weights(update)[key] for update in updates])
+            for key in merged_weights(state)
         }
-        state = {key: averaged(weights, [update[key] for update in updates]) for key in state}
+        state = {key: weighted_mean(weights, [update[key] for update in updates]) for key in state}
         if method == "flora":
             state |= restarts[round]
         state |= {base(layer): dense[layer] - product(state, layer) for layer in LAYERS}
@@ -155,7 +156,7 @@ def test_flora_stacks_factors_of_several_ranks():
         state = {key: value.clone() for key, value in before.items()}
         for layer in LAYERS if client % 2 else ():
             factors(state, layer)[1][1:] = 0
-        updates.append(trained(state, client_batches))
+        updates.append(train_by_sgd(state, client_batches))
     for layer in LAYERS:
         dense = sum(merged_weights(update)[layer] for update in updates) / len(updates)
         torch.testing.assert_close(merged_weights(after)[layer], dense, rtol=1e-9, atol=1e-9)

@@ -25,14 +25,14 @@ def blocks(language, page="algorithms", above=""):
     return re.findall(rf"{above}```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def written(page, file):
+def write_blocks(page, file):
     """What the blocks of a page put into a file."""
     names = {"__name__": file}
     exec("".join(blocks("python", page, rf"<!-- file: {file}\.py -->\n")), names)
     return names
 
 
-def trained(tiny, **options):
+def train_state(tiny, **options):
     settings = tiny.options | {"distill_steps": None, "logger": False, "check_val_every_n_epoch": 9} | options
     (state,) = tiny.finetune(tiny.data(public=False, test=False), **settings).states("global")
     return {name: value for name, value in state.items() if value.is_floating_point()}
@@ -41,13 +41,13 @@ def trained(tiny, **options):
 @pytest.mark.slow
 def test_the_momentum_of_both_examples_is_that_of_fedavgm(tiny):
     """With the paper's rate of 1, the server's momentum on the mean change is FedAvgM."""
-    steady = written("algorithms", "my_methods")["Steady"]
-    rule = written("extending", "mine")["Momentum"]
+    steady = write_blocks("algorithms", "my_methods")["Steady"]
+    rule = write_blocks("extending", "mine")["Momentum"]
     arguments = {"rounds": 4, "local_steps": 2}
-    expected = trained(tiny, algorithm="fedavg", server_rule=FedAvgM(lr=1.0, momentum=0.5), **arguments)
-    plain = trained(tiny, algorithm="fedavg", **arguments)
-    runs = [trained(tiny, algorithm=steady(push=0.0, momentum=0.5), **arguments)]
-    runs.append(trained(tiny, algorithm="fedavg", server_rule=rule(0.5), **arguments))
+    expected = train_state(tiny, algorithm="fedavg", server_rule=FedAvgM(lr=1.0, momentum=0.5), **arguments)
+    plain = train_state(tiny, algorithm="fedavg", **arguments)
+    runs = [train_state(tiny, algorithm=steady(push=0.0, momentum=0.5), **arguments)]
+    runs.append(train_state(tiny, algorithm="fedavg", server_rule=rule(0.5), **arguments))
     for name, value in expected.items():
         assert not torch.allclose(plain[name], value, atol=1e-3)
         for results in runs:
@@ -56,10 +56,10 @@ def test_the_momentum_of_both_examples_is_that_of_fedavgm(tiny):
 
 def test_the_example_that_remembers_on_the_clients(tiny):
     """All clients take one step a round: the push moves their mean by its strength · η · the last round's change."""
-    steady = written("algorithms", "my_methods")["Steady"]
+    steady = write_blocks("algorithms", "my_methods")["Steady"]
     arguments = {"clients_per_round": None, "local_steps": 1}
-    start, first, second = (trained(tiny, algorithm="fedavg", rounds=rounds, **arguments) for rounds in range(3))
-    pushed = trained(tiny, algorithm=steady(push=2.0, momentum=0.0), rounds=2, **arguments)
+    start, first, second = (train_state(tiny, algorithm="fedavg", rounds=rounds, **arguments) for rounds in range(3))
+    pushed = train_state(tiny, algorithm=steady(push=2.0, momentum=0.0), rounds=2, **arguments)
     for name, value in pushed.items():
         moved = 2.0 * tiny.options["lr_local"] * (first[name] - start[name])
         assert moved.abs().max() > 1e-5

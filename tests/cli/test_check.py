@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(WRONG))
 
 
-def checked(capsys, *words, code=0):
+def check_output(capsys, *words, code=0):
     """What is said, line by line."""
     try:
         main(["check", *words])
@@ -46,7 +46,7 @@ def checked(capsys, *words, code=0):
 
 def test_every_option_that_is_rejected_is_named_at_once(capsys, tmp_path):
     words = ["--trainer.precision=64", "--xyz", "3", "--training.lr_personal=-1"]
-    first, *said, _, last = checked(capsys, "tiny.yaml", "wrong.yaml", *words, code=1)
+    first, *said, _, last = check_output(capsys, "tiny.yaml", "wrong.yaml", *words, code=1)
     expected = [
         "training.optimizer: must be one of 'sgd', 'adam', 'adamw', got 'lion'",
         "Option 'alhpa' is not accepted",
@@ -75,7 +75,7 @@ def test_every_option_that_is_rejected_is_named_at_once(capsys, tmp_path):
 )
 def test_what_can_be_run_is_described_and_nothing_is_trained(capsys, tmp_path, monkeypatch, words):
     monkeypatch.setattr("perada.federation.federation.Federation.begin_round", None)  # no round can be begun
-    (said,) = checked(capsys, *words)
+    (said,) = check_output(capsys, *words)
     assert said == "The recipe is valid: 3 clients, 60 training images, 7 rounds."
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml", "wrong.yaml"]
 
@@ -85,7 +85,7 @@ def test_warnings_of_the_set_up_are_said(capsys, monkeypatch):
         warnings.warn("something looks odd", stacklevel=2)
 
     monkeypatch.setattr("perada.lightning.setup.check_first_images", warned)
-    one, said, _, last = checked(capsys, "tiny.yaml", "--federated.algorithm=fedavg", "--distillation.steps=0")
+    one, said, _, last = check_output(capsys, "tiny.yaml", "--federated.algorithm=fedavg", "--distillation.steps=0")
     assert one == "Warnings (1):" and last.startswith("The recipe is valid: ")
     assert said == "- something looks odd"
 
@@ -98,7 +98,7 @@ def test_what_would_not_be_private_is_said(capsys):
         "--privacy.delta=0.5",
     ]
     words += ["--data.public=null", "--data.public_fraction=0.2"]
-    said = checked(capsys, "tiny.yaml", *words, code=1)
+    said = check_output(capsys, "tiny.yaml", *words, code=1)
     assert said[0] == "Errors (2):"
     assert any(line.startswith("- privacy: delta=0.5 must be below 1 / ") for line in said)
     assert any(line.startswith("- public_fraction=0.2 cannot be used in a private run") for line in said)
@@ -117,7 +117,7 @@ def test_what_would_not_be_private_is_said(capsys):
     ],
 )
 def test_what_follows_from_an_option_that_was_left_out_is_not_said(capsys, words, message):
-    said = checked(capsys, "tiny.yaml", *words, code=1)
+    said = check_output(capsys, "tiny.yaml", *words, code=1)
     assert said[0] == "Errors (1):" and message in said[1]
 
 
@@ -161,7 +161,7 @@ def test_every_error_of_one_object_is_named(capsys, tmp_path, in_recipe, options
         words = ["more.yaml"]
     else:
         words = [f"--{path}={value}" for path, value in options.items()]
-    said = "\n".join(checked(capsys, "tiny.yaml", *words, code=1))
+    said = "\n".join(check_output(capsys, "tiny.yaml", *words, code=1))
     for name in names:
         option, value = name.split()
         assert re.search(rf"{option} must be .*, got {re.escape(value)}\b", said), (name, said)
@@ -181,7 +181,7 @@ def test_the_noise_and_the_epsilon_of_a_private_recipe_are_printed(capsys):
         "--trainer.max_epochs=4",
     ]
     words += ["--privacy.noise_multiplier=2", "--privacy.delta=0.01"]
-    said = checked(capsys, "tiny.yaml", *words)
+    said = check_output(capsys, "tiny.yaml", *words)
     accountant = RDPAccountant()
     accountant.history = [(2.0, 0.4, 4)]
     epsilon = f"{accountant.get_epsilon(0.01):.2f}"
@@ -200,13 +200,13 @@ def test_the_noise_of_a_target_and_of_whole_clients_is_printed(capsys):
         "--data.public_fraction=0",
         "--privacy.delta=0.01",
     ]
-    target = checked(capsys, "tiny.yaml", *words, "--privacy.target_epsilon=3")[-1]
+    target = check_output(capsys, "tiny.yaml", *words, "--privacy.target_epsilon=3")[-1]
     assert "privacy: noise multiplier σ = " in target
     assert float(target.split("at most ")[1].split(" ")[0]) == pytest.approx(3, abs=0.02)
     words = [*words[:-1], "--client_privacy.delta=0.01"]
-    line = checked(capsys, "tiny.yaml", *words, "--client_privacy.noise_multiplier=3", "--client_privacy.max_norm=1")[
-        -1
-    ]
+    line = check_output(
+        capsys, "tiny.yaml", *words, "--client_privacy.noise_multiplier=3", "--client_privacy.max_norm=1"
+    )[-1]
     assert line.startswith("client_privacy: noise multiplier σ = 3; after 4 rounds ε = at most ")
 
 
@@ -269,7 +269,7 @@ def test_broken_images_missing_weights_and_the_algorithm_are_named_at_once(capsy
     parts = {"model": {"pretrained": "none.pt"}, "federated": {"algorithm": {"class_path": "PerAda"}}}
     write_recipe(tmp_path / "hospitals.yaml", {}, **parts)
     words = ["hospitals.yaml", "--federated.algorithm.init_args.prox_strength=-3"]
-    lines = checked(capsys, *words, code=1)
+    lines = check_output(capsys, *words, code=1)
     # The number of errors shows that none was added by skipping the image and by random weights.
     assert lines[0] == "Errors (4):" and not any("Warnings" in line for line in lines)
     expected = ["prox_strength must be .* got -3", r"1 image .*north/cat/0\.png", r"none\.pt", "no public set"]
@@ -281,7 +281,7 @@ def test_every_set_and_the_model_are_examined_if_the_data_cannot_be_read(capsys,
     public = {"class_path": "UnlabelledFolder", "init_args": {"root": "nowhere", "size": 16}}
     parts = {"model": {"pretrained": "none.pt", "adapter": "lroa"}}
     write_recipe(tmp_path / "hospitals.yaml", {"public": public}, **parts)
-    lines = checked(capsys, "hospitals.yaml", code=1)
+    lines = check_output(capsys, "hospitals.yaml", code=1)
     assert lines[0] == "Errors (4):"
     for text, line in zip(["images", "nowhere", "none.pt", "'lroa'"], lines[1:5], strict=True):
         assert text in line
@@ -291,7 +291,7 @@ def test_every_set_and_the_model_are_examined_if_the_data_cannot_be_read(capsys,
 def test_classes_of_data_that_do_not_exist_cause_no_further_errors(capsys, tmp_path, words):
     data = {"dataset": {"class_path": "Imgaes"}, "partition": {"class_path": "ByDomian"}}
     write_recipe(tmp_path / "hospitals.yaml", data, model={"pretrained": "none.pt"})
-    lines = checked(capsys, "hospitals.yaml", *words, code=1)
+    lines = check_output(capsys, "hospitals.yaml", *words, code=1)
     assert lines[0] == "Errors (3):"
     for text in ("'Imgaes'", "'ByDomian'", "none.pt"):
         assert sum(text in line for line in lines) == 1
@@ -306,7 +306,7 @@ def test_a_decimal_comma_is_named(capsys, tmp_path):
 
 def test_data_that_are_null_are_one_error(capsys, tmp_path):
     write_recipe(tmp_path / "null.yaml", {"dataset": None}, model={"pretrained": "none.pt"})
-    lines = checked(capsys, "null.yaml", code=1)
+    lines = check_output(capsys, "null.yaml", code=1)
     assert lines[0] == "Errors (2):"
     assert lines[1].startswith("- dataset must be set") and "none.pt" in lines[2]
 

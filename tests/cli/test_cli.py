@@ -163,7 +163,7 @@ def test_fit_test_predict_and_export_agree(folder, capsys):
     assert [int(row["image"]) for row in rows] == list(range(40))
     main(["export", "lightning_logs/version_0", "--output", "out"])
     run = perada.Run.load("out")
-    x, y, owner = next(iter(prepared(PeradaCLI(["--config", "tiny.yaml"], run=False).datamodule)))
+    x, y, owner = next(iter(prepare_batches(PeradaCLI(["--config", "tiny.yaml"], run=False).datamodule)))
     for client, row in enumerate(fitted[1:5]):
         mine = owner == client
         predicted = run.personal(client)(x).argmax(1)
@@ -175,7 +175,7 @@ def test_fit_test_predict_and_export_agree(folder, capsys):
     assert [int(row["global"]) for row in rows] == run.global_model()(x).argmax(1).tolist()
 
 
-def prepared(data):
+def prepare_batches(data):
     """Test batches as the trainer's, for a model of three channels."""
     module = perada.FederatedClassifier("test_resnet", pretrained=False)
     module.build(10, Classification(), 0)

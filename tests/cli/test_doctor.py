@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def shown(capsys, code=0):
+def doctor_output(capsys, code=0):
     """Facts by name, and checks by state."""
     if code:
         with pytest.raises(SystemExit) as end:
@@ -48,7 +48,7 @@ def shown(capsys, code=0):
 
 
 def test_it_says_what_there_is(capsys):
-    facts, checks = shown(capsys)
+    facts, checks = doctor_output(capsys)
     assert {name: facts[name] for name in ("perada", "torch", "peft")} == {
         name: version(name) for name in ("perada", "torch", "peft")
     }
@@ -93,14 +93,14 @@ entry_point()
 )
 def test_versions_out_of_their_bounds_fail(asked, said, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "requires", lambda name: asked if name == "perada" else [])
-    _, checks = shown(capsys, code=1 if said else 0)
+    _, checks = doctor_output(capsys, code=1 if said else 0)
     assert [line[: len(said)] for line in checks["fail"]] == [said] if said else checks["fail"] == []
 
 
 def test_libraries_that_do_not_fit_one_another_are_warned_of(capsys, monkeypatch):
     asked = {"perada": ["torch>=2", "numpy>=1"], "numpy": ["torch==1.0", 'peft<0; extra == "more"']}
     monkeypatch.setattr(doctor, "requires", lambda name: asked.get(name, []))
-    _, checks = shown(capsys)
+    _, checks = doctor_output(capsys)
     assert f"numpy requires torch==1.0: torch is {version('torch')}, not ==1.0" in checks["warn"]
     assert not any("within their bounds" in line for line in checks["pass"])
 
@@ -108,7 +108,7 @@ def test_libraries_that_do_not_fit_one_another_are_warned_of(capsys, monkeypatch
 def test_an_extra_is_complete_or_missing_or_of_another_version(capsys, monkeypatch):
     asked = ["numpy>=1", 'numpy>=1; extra == "report"', 'no-such; extra == "flower"', 'torch<1; extra == "tune"']
     monkeypatch.setattr(doctor, "requires", lambda name: asked if name == "perada" else None)
-    _, checks = shown(capsys)
+    _, checks = doctor_output(capsys)
     (line,) = (line for line in checks["pass"] if "extras" in line)
     complete, _, incomplete = line.removeprefix("installed extras: ").partition("; not installed completely: ")
     assert (complete, sorted(incomplete.split(", "))) == ("report", ["flower", "tune"])
@@ -121,7 +121,7 @@ def test_an_import_that_breaks_fails_without_the_folders_of_whoever_installed_it
         raise OSError(f"{library}: undefined symbol: x")
 
     monkeypatch.setattr(doctor, "import_module", broken)
-    _, checks = shown(capsys, code=1)
+    _, checks = doctor_output(capsys, code=1)
     text = "perada cannot be imported (OSError: libtorch_cpu.so: undefined symbol: x); reinstall it"
     assert checks["fail"] == [text]
 
@@ -131,7 +131,7 @@ def test_a_folder_that_cannot_be_written_to_fails(capsys, monkeypatch, tmp_path)
         raise PermissionError(13, "Permission denied", str(tmp_path / "secret"))
 
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", reject)
-    _, checks = shown(capsys, code=1)
+    _, checks = doctor_output(capsys, code=1)
     assert checks["fail"] == ["the current folder is not writable (Permission denied); runs write there by default"]
 
 
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_written_to_fails(capsys, monkeypatch, tmp_path)
 def test_an_offline_hub_is_said(value, set_, capsys, monkeypatch):
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", value)
-    _, checks = shown(capsys)
+    _, checks = doctor_output(capsys)
     assert any(line.startswith("HF_HUB_OFFLINE is set") for line in checks["pass"]) == set_
 
 

@@ -18,7 +18,7 @@ from perada.cli.runs import PeradaCLI
 from perada.data import FederatedDataModule
 
 
-def shown(capsys, *words):
+def help_output(capsys, *words):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert not ended.value.code
@@ -42,7 +42,7 @@ def test_a_command_makes_no_parser_of_the_others(command, capsys):
 
 @pytest.mark.parametrize("command", ["fit", "test"])
 def test_help_is_short_and_has_every_option_of_ours(command, capsys):
-    text = shown(capsys, command, "--help")
+    text = help_output(capsys, command, "--help")
     assert len(text.splitlines()) < 300
     assert "torch.nn.modules" not in text
     classes = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
@@ -53,7 +53,7 @@ def test_help_is_short_and_has_every_option_of_ours(command, capsys):
 
 
 def test_what_most_need_comes_first(capsys):
-    result = options(shown(capsys, "fit", "--help"))
+    result = options(help_output(capsys, "fit", "--help"))
     assert [name for name in result if name in MOST_USED] == MOST_USED
     assert max(result.index(name) for name in MOST_USED) < min(
         map(result.index, {*result} & {"training.momentum", "data.flip"})
@@ -61,11 +61,11 @@ def test_what_most_need_comes_first(capsys):
 
 
 def test_all_has_those_of_lightning_and_a_word_finds_some(capsys):
-    every = shown(capsys, "fit", "--help=all")
+    every = help_output(capsys, "fit", "--help=all")
     assert "--trainer.sync_batchnorm" in every
-    assert "--trainer.sync_batchnorm" not in shown(capsys, "fit", "--help", "--config", "quickstart")
-    assert options(shown(capsys, "fit", "--help", "lr_local")) == ["training.lr_local"]
-    assert options(shown(capsys, "fit", "--help", "sync_b")) == ["trainer.sync_batchnorm"]
+    assert "--trainer.sync_batchnorm" not in help_output(capsys, "fit", "--help", "--config", "quickstart")
+    assert options(help_output(capsys, "fit", "--help", "lr_local")) == ["training.lr_local"]
+    assert options(help_output(capsys, "fit", "--help", "sync_b")) == ["trainer.sync_batchnorm"]
 
 
 def test_what_is_explained_here_is_an_option_and_a_word_in_no_name_is_rejected(capsys):
@@ -91,13 +91,13 @@ def test_no_help_needs_python(command):
     "words", ["--data.partition.help=Dirichlet", "--privacy.help", "--federated.algorithm.help=PerAda"]
 )
 def test_no_help_of_a_class_needs_python(words, capsys):
-    text = shown(capsys, "fit", words)
+    text = help_output(capsys, "fit", words)
     assert "(default: " in text
     assert PYTHON.findall(text.partition("\n")[2]) == []
 
 
 def test_help_of_all_options_adds_no_types(capsys):
-    text = shown(capsys, "fit", "--help=all")
+    text = help_output(capsys, "fit", "--help=all")
     for python in ("<class", "Union[", "(type: "):
         assert python not in text
 

@@ -15,7 +15,7 @@ from perada.data import Digits, Dirichlet, FederatedDataModule
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved_run(tmp_path_factory):
     """A run of the digits, whose 8×8 images became 32×32."""
     data = FederatedDataModule(
         dataset=Digits(), partition=Dirichlet(3, alpha=1), image_size=32, batch_size=8, train_limit=60, test_limit=30
@@ -56,8 +56,8 @@ def copy(saved, tmp_path):
     return folder
 
 
-def test_a_folder_joins_a_saved_run_whose_other_files_stay_to_the_last_bit(saved, pictures, tmp_path, capsys):
-    folder = copy(saved, tmp_path)
+def test_a_folder_joins_a_saved_run_whose_other_files_stay_to_the_last_bit(saved_run, pictures, tmp_path, capsys):
+    folder = copy(saved_run, tmp_path)
     before = digests(folder)
     main(["clients", "add", str(folder), "--data", str(pictures), "--client", "late", "--rounds=30", "--lr=0.3"])
     out = capsys.readouterr().out
@@ -74,8 +74,8 @@ def test_a_folder_joins_a_saved_run_whose_other_files_stay_to_the_last_bit(saved
 
 
 @pytest.mark.slow
-def test_images_of_12_bits_are_read_as_the_runs_own_were(saved, pictures, tmp_path):
-    run = perada.Run.load(saved)
+def test_images_of_12_bits_are_read_as_the_runs_own_were(saved_run, pictures, tmp_path):
+    run = perada.Run.load(saved_run)
     run.info["preprocessing"]["full_scale"] = 4095
     run.export(tmp_path / "run")
     for path in pictures.rglob("*.png"):
@@ -92,35 +92,35 @@ def test_images_of_12_bits_are_read_as_the_runs_own_were(saved, pictures, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_client_that_joined_is_not_lost_to_the_next_one(saved, pictures, tmp_path):
+def test_a_client_that_joined_is_not_lost_to_the_next_one(saved_run, pictures, tmp_path):
     def joins(run, name, output):
         words = ["--rounds=1", "--local_steps=1", "--accelerator=cpu", "--output", str(output)]
         main(["clients", "add", str(run), "--data", str(pictures), "--client", name, *words])
 
-    joins(saved, "first", tmp_path / "new")
+    joins(saved_run, "first", tmp_path / "new")
     with pytest.raises(ValueError, match="first joined"):
-        joins(saved, "second", tmp_path / "new")
+        joins(saved_run, "second", tmp_path / "new")
     assert perada.Run.load(tmp_path / "new").info["clients"][-1] == "first"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["--images={}"], ["--images", "{}"]])
-def test_the_folder_may_be_named_as_predict_has_it(saved, pictures, tmp_path, words):
-    folder = copy(saved, tmp_path)
+def test_the_folder_may_be_named_as_predict_has_it(saved_run, pictures, tmp_path, words):
+    folder = copy(saved_run, tmp_path)
     words = [word.format(pictures) for word in words]
     main(["clients", "add", str(folder), *words, "--client=late", "--rounds=1", "--images.layout={class}/*"])
     assert perada.Run.load(folder).info["joined"][-1]["images"] == 16
 
 
 @pytest.mark.slow
-def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_path):
+def test_a_table_joins_and_the_run_is_written_elsewhere(saved_run, pictures, tmp_path):
     rows = [f"{path},{path.parent.name}" for path in sorted(pictures.rglob("*.png"))]
     table = tmp_path / "late.csv"
     table.write_text("\n".join(["file,digit", *rows]))
-    before = digests(saved)
+    before = digests(saved_run)
     words = ["--client=late", "--rounds=1", "--images.path=file", "--images.label=digit", "--accelerator=cpu"]
-    main(["clients", "add", str(saved), "--data", str(table), "--output", str(tmp_path / "new"), *words])
-    assert digests(saved) == before
+    main(["clients", "add", str(saved_run), "--data", str(table), "--output", str(tmp_path / "new"), *words])
+    assert digests(saved_run) == before
     assert perada.Run.load(tmp_path / "new").info["clients"] == ["0", "1", "2", "late"]
     same = {name: value for name, value in digests(tmp_path / "new").items() if name in before and "/" in name}
     assert same == {name: before[name] for name in same}
@@ -135,9 +135,9 @@ def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_pat
         (["--images=pictures"], "--images and --data are the same option; use only one"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(saved, pictures, words, message):
+def test_what_cannot_be_done_is_one_line(saved_run, pictures, words, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        main(["clients", "add", str(saved), "--data", str(pictures), *words])
+        main(["clients", "add", str(saved_run), "--data", str(pictures), *words])
 
 
 def test_a_run_that_is_not_there_is_said(pictures, tmp_path):
@@ -145,10 +145,10 @@ def test_a_run_that_is_not_there_is_said(pictures, tmp_path):
         main(["clients", "add", str(tmp_path / "none"), "--data", str(pictures), "--client=late"])
 
 
-def test_a_class_that_the_run_has_not_is_named(saved, pictures):
+def test_a_class_that_the_run_has_not_is_named(saved_run, pictures):
     (pictures / "5").rename(pictures / "cat")
     with pytest.raises(ValueError, match=r"class='cat'.*0, 1, 2"):
-        main(["clients", "add", str(saved), "--data", str(pictures), "--client=late"])
+        main(["clients", "add", str(saved_run), "--data", str(pictures), "--client=late"])
 
 
 @pytest.mark.slow

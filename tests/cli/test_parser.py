@@ -46,7 +46,7 @@ def config(*words, recipe=None):
     return PeradaCLI(["--config", "tiny.yaml", *overlay, *words], run=False)
 
 
-def rejected(*words, recipe=None):
+def error_line(*words, recipe=None):
     with pytest.raises(Exception) as caught:  # of the parser's own kinds
         config(*words, recipe=recipe)
     return one_line(caught.value)
@@ -79,13 +79,13 @@ def test_every_name_of_another_program_stands_for_an_option():
     [("--rounds", "--trainer.max_epochs"), ("--seed", "--seed_everything"), ("--algorithm", "--federated.algorithm")],
 )
 def test_names_of_python_are_no_options_here_and_the_present_one_is_proposed(word, name):
-    assert rejected(f"{word}=3").endswith(f"did you mean {name}?")
+    assert error_line(f"{word}=3").endswith(f"did you mean {name}?")
 
 
 @pytest.mark.parametrize("section", OPTION_CLASSES)
 def test_sections_of_the_loop_stand_beside_it(section):
     field = next(iter(inspect.signature(OPTION_CLASSES[section]).parameters))
-    assert f"there is no option 'federated.{section}'" in rejected(recipe={"federated": {section: {field: 2}}})
+    assert f"there is no option 'federated.{section}'" in error_line(recipe={"federated": {section: {field: 2}}})
 
 
 @pytest.mark.parametrize("section", ["training", "evaluation", "distillation"])
@@ -110,8 +110,8 @@ def test_algorithms_have_their_names_in_recipes(name):
 )
 def test_a_method_is_a_recipe_and_not_an_algorithm(words, message):
     expected = f"federated.algorithm: there is no algorithm {words!r}; the method of that name is a recipe, {message}"
-    assert rejected(f"--federated.algorithm={words}") == expected
-    assert expected in rejected(recipe={"federated": {"algorithm": words}})
+    assert error_line(f"--federated.algorithm={words}") == expected
+    assert expected in error_line(recipe={"federated": {"algorithm": words}})
 
 
 def test_an_ensemble_names_its_base():
@@ -150,7 +150,7 @@ def test_an_ensemble_names_its_base():
     ids=json.dumps,
 )
 def test_a_wrong_key_of_a_recipe_proposes_the_nearest(recipe, meant):
-    assert rejected(recipe=recipe).endswith(f"; did you mean {meant}?")
+    assert error_line(recipe=recipe).endswith(f"; did you mean {meant}?")
 
 
 @pytest.mark.parametrize(
@@ -167,18 +167,18 @@ def test_a_wrong_key_of_a_recipe_proposes_the_nearest(recipe, meant):
     ],
 )
 def test_a_wrong_option_proposes_the_nearest(words, meant):
-    assert rejected(*words.split()).endswith(f"; did you mean {meant}?")
+    assert error_line(*words.split()).endswith(f"; did you mean {meant}?")
 
 
 def test_a_class_without_such_an_option_names_those_that_it_has():
-    assert rejected("--federated.server_rule", "trimmed_mean", "--federated.server_rule.xyzzy", "3").endswith(
+    assert error_line("--federated.server_rule", "trimmed_mean", "--federated.server_rule.xyzzy", "3").endswith(
         "its options are trim"
     )
 
 
 def test_a_class_is_rejected_under_the_name_that_was_typed():
-    assert rejected("--federated.algorithm", "xyzzy").startswith("--federated.algorithm: there is no class 'xyzzy'; ")
-    assert rejected("--privacy", "true").startswith("--privacy: must be a mapping of options")
+    assert error_line("--federated.algorithm", "xyzzy").startswith("--federated.algorithm: there is no class 'xyzzy'; ")
+    assert error_line("--privacy", "true").startswith("--privacy: must be a mapping of options")
 
 
 def test_a_choice_that_there_is_not_is_named_as_help_names_it():
@@ -194,7 +194,7 @@ def test_an_option_before_a_command_is_rejected_with_where_to_look(words):
 
 @pytest.mark.parametrize("words", ["--xyzzy=3", "--model.xyzzy=3"])
 def test_nothing_is_proposed_for_what_is_like_nothing(words):
-    assert "did you mean" not in rejected(words)
+    assert "did you mean" not in error_line(words)
 
 
 @pytest.mark.every(5)
@@ -229,7 +229,7 @@ def test_nothing_is_proposed_for_what_is_like_nothing(words):
     ],
 )
 def test_a_value_of_a_wrong_type_is_named_with_the_option_as_typed(words, message):
-    assert rejected(*words.split()) == message
+    assert error_line(*words.split()) == message
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_value_of_a_wrong_type_is_named_with_the_option_as_typed(words, messag
     ],
 )
 def test_so_it_is_in_a_recipe(recipe, message):
-    assert rejected(recipe=recipe) == message
+    assert error_line(recipe=recipe) == message
 
 
 @pytest.mark.every(4)
@@ -260,4 +260,4 @@ def test_so_it_is_in_a_recipe(recipe, message):
     ],
 )
 def test_devices_and_names_are_rejected_in_our_words(words, message):
-    assert rejected(*words.split()).startswith(message)
+    assert error_line(*words.split()).startswith(message)

@@ -26,7 +26,7 @@ FRAGMENTS = (
 )
 
 
-def rejected(tmp_path, *words):
+def error_of(tmp_path, *words):
     """The error that a run with these options ends in."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe()))
     with pytest.raises(OptionError) as caught:
@@ -78,7 +78,7 @@ LOGGERS = "choose one of CSVLogger, CometLogger, MLFlowLogger, "
     ],
 )
 def test_a_plain_word_for_a_class_is_rejected_with_option_value_and_remedy(tmp_path, words, option, message):
-    error = rejected(tmp_path, *words.split())
+    error = error_of(tmp_path, *words.split())
     assert error.option == option
     assert message in one_line(error)
     assert error.remedy and error.remedy in one_line(error)
@@ -95,7 +95,7 @@ def test_a_plain_word_for_a_class_is_rejected_with_option_value_and_remedy(tmp_p
     ],
 )
 def test_the_option_is_a_fact_of_the_error(tmp_path, words, option):
-    error = rejected(tmp_path, *words)
+    error = error_of(tmp_path, *words)
     assert error.option == option
     assert [fragment for fragment in FRAGMENTS[1:] if fragment in one_line(error)] == []
 
@@ -109,13 +109,13 @@ def test_the_option_is_a_fact_of_the_error(tmp_path, words, option):
     ],
 )
 def test_an_option_of_a_section_that_the_loop_takes_is_found_in_its_section(tmp_path, word, proposal):
-    assert one_line(rejected(tmp_path, word)) == f"unrecognized arguments: {word}; did you mean {proposal}?"
+    assert one_line(error_of(tmp_path, word)) == f"unrecognized arguments: {word}; did you mean {proposal}?"
     with pytest.raises(ArgumentError, match=rf"unrecognized.*{proposal}\?"):
         main(["fit", word])
 
 
 def test_a_flag_that_print_config_does_not_have_is_rejected(tmp_path):
-    error = rejected(tmp_path, "--print_config=foo")
+    error = error_of(tmp_path, "--print_config=foo")
     assert (error.option, error.value) == ("print_config", "foo")
     assert one_line(error).startswith(
         "--print_config: must be skip_default, skip_unset or both with a comma between, got 'foo'"
@@ -164,5 +164,5 @@ def test_a_misspelt_nested_class_or_option_is_named_with_its_place(tmp_path, bas
     algorithm = {"class_path": "FFALoRA", "init_args": {"base": base}}
     path = tmp_path / "nested.yaml"
     path.write_text(yaml.safe_dump({"federated": {"algorithm": algorithm}}))
-    message = str(rejected(tmp_path, "--config", str(path)))
+    message = str(error_of(tmp_path, "--config", str(path)))
     assert message.startswith(f"{option}: ") and message.endswith(remedy)

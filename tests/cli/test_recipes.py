@@ -91,7 +91,7 @@ def small(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def write_set(tmp_path_factory):
     """The folder of each set in PUBLISHED, written when it is first asked for."""
 
     @cache
@@ -165,9 +165,9 @@ def rejection(data, method, privacy=None):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in COMBINATIONS])
 @pytest.mark.every(20)
-def test_every_combination_runs_or_says_why_not(parser, written, capsys, name):
+def test_every_combination_runs_or_says_why_not(parser, write_set, capsys, name):
     data, method, privacy = [*name.split("/"), None][:3]
-    cli = PeradaCLI(small_words(name, written), run=False)
+    cli = PeradaCLI(small_words(name, write_set), run=False)
     algorithm = yaml.safe_load((ROOT / "method" / f"{method}.yaml").read_text())["federated"]["algorithm"]
     assert type(cli.loop.algorithm).__name__ == (algorithm if isinstance(algorithm, str) else algorithm["class_path"])
     assert (cli.loop.privacy is not None, cli.loop.client_privacy is not None) == (
@@ -231,7 +231,7 @@ def test_a_method_goes_over_a_complete_recipe(parser):
     assert cli.config.data.public is None
 
 
-def parsed(parser, *configs):
+def parse_options(parser, *configs):
     """All options of `perada fit`, with their defaults, but for the files that they come from."""
     words = [word for config in configs for word in ("--config", str(config))]
     given = parser.parse_args(spelt_out(words)).as_dict()
@@ -253,12 +253,12 @@ def test_combined_recipes_are_what_they_were(parser, name):
         place[option] = value
     Path("whole.yaml").write_text(yaml.safe_dump(content))
     main(["cp", name, "mine.yaml"])
-    assert parsed(parser, name) == parsed(parser, "whole.yaml") == parsed(parser, "mine.yaml")
+    assert parse_options(parser, name) == parse_options(parser, "whole.yaml") == parse_options(parser, "mine.yaml")
 
 
 def test_files_merged_by_hand_are_what_the_name_says(parser):
-    by_hand = parsed(parser, "cifar10_vit", "method/ditto", "privacy/client")
-    assert by_hand == parsed(parser, "cifar10_vit/ditto/client")
+    by_hand = parse_options(parser, "cifar10_vit", "method/ditto", "privacy/client")
+    assert by_hand == parse_options(parser, "cifar10_vit/ditto/client")
     assert by_hand["client_privacy"] is not None
 
 
@@ -348,7 +348,7 @@ def test_ls_shows_the_groups_and_how_to_combine_them_on_one_screen(parser, capsy
     assert all(any(name.startswith(figure) for name in GROUPS["paper"]) for figure in figures)
     example = next(line.split() for line in end.splitlines() if line.count("--config") == 3)
     one_name = next(line.split() for line in end.splitlines() if line.count("--config") == 1)[-1]
-    assert parsed(parser, *example[3::2]) == parsed(parser, one_name)
+    assert parse_options(parser, *example[3::2]) == parse_options(parser, one_name)
     assert rejection(*one_name.split("/")) is None
 
 

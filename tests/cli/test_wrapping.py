@@ -26,7 +26,7 @@ def test_a_help_has_the_same_words_at_any_width(command, width):
     assert [line.split()[0] for line in text.splitlines() if line.startswith("  -")] == options
 
 
-def shown(capsys, *words):
+def printed_text(capsys, *words):
     """What the program prints before it ends with status 0."""
     try:
         main(words)
@@ -47,9 +47,9 @@ def shown(capsys, *words):
     ],
 )
 def test_help_and_version_are_commands_too(capsys, words, same):
-    text = shown(capsys, *words.split())
+    text = printed_text(capsys, *words.split())
     assert len(text) > 50
-    assert text == shown(capsys, *same.split())
+    assert text == printed_text(capsys, *same.split())
 
 
 def test_help_of_an_unknown_command_proposes_one():

@@ -28,7 +28,7 @@ def folder(tmp_path, image, name="x.png", **options):
     return str(tmp_path)
 
 
-def shown(pixels):
+def as_rgb(pixels):
     return pixels.expand(3, -1, -1).tolist()
 
 
@@ -194,4 +194,4 @@ def test_a_truncated_file_is_one_line_with_its_path(tmp_path, workers):
 def test_grey_images_of_eight_bits_are_as_they_were():
     grey = Image.fromarray(RAMP.astype(np.uint8))
     assert torch.equal(decode(grey), torch.from_numpy(RAMP.astype(np.uint8))[None])
-    assert shown(decode(grey)) == decode(grey, "RGB").tolist()
+    assert as_rgb(decode(grey)) == decode(grey, "RGB").tolist()

@@ -39,16 +39,21 @@ class Declared(list):
     """A set that declares its labels, as torchvision's do."""
 
 
-def declared(dataset):
+def declare_labels(dataset):
     declaring = Declared(items(dataset))
     declaring.targets = [int(label) for _, label in dataset]
     return declaring
 
 
-KINDS = [lambda dataset: dataset, items, declared, lambda dataset: Subset(declared(dataset), range(len(dataset)))]
+KINDS = [
+    lambda dataset: dataset,
+    items,
+    declare_labels,
+    lambda dataset: Subset(declare_labels(dataset), range(len(dataset))),
+]
 
 
-def rejected(data, *facts, error=ValueError, image=None, **options):
+def assert_rejected(data, *facts, error=ValueError, image=None, **options):
     with raises_naming(error, *facts):
         FederatedDataModule(data, **options).configure_rounds(
             seed=0, clients_per_round=None, phases=[Phase()], image_config=image
@@ -62,9 +67,9 @@ def test_labels_out_of_range(kind, label):
     wrong = kind(client(labels=torch.tensor([0, 1, label, 2])))
     right = client() if kind is KINDS[0] else kind(client())
     facts = [f"label {label}", "outside 0..4", "num_classes (now 5)"]
-    rejected(FederatedData([right, wrong], num_classes=5), "client 1", "training", *facts)
-    rejected(FederatedData([client()] * 2, [client(), wrong], num_classes=5), "client 1", "test", *facts)
-    rejected(FederatedData([client()], server_validation=wrong, num_classes=5), "server", "validation", *facts)
+    assert_rejected(FederatedData([right, wrong], num_classes=5), "client 1", "training", *facts)
+    assert_rejected(FederatedData([client()] * 2, [client(), wrong], num_classes=5), "client 1", "test", *facts)
+    assert_rejected(FederatedData([client()], server_validation=wrong, num_classes=5), "server", "validation", *facts)
 
 
 @pytest.mark.every(2)
@@ -76,8 +81,8 @@ def test_images_of_another_shape(kind):
         (client(channels=3), ["(3, 5, 5)"]),
         (client(dtype=torch.float32), ["float32", "uint8"]),
     ):
-        rejected(FederatedData([image, kind(wrong)]), "client 1", *facts)
-    rejected(FederatedData([image], [kind(client(side=6))]), "client 0", "test set", "(1, 6, 6)")
+        assert_rejected(FederatedData([image, kind(wrong)]), "client 1", *facts)
+    assert_rejected(FederatedData([image], [kind(client(side=6))]), "client 0", "test set", "(1, 6, 6)")
 
 
 def test_image_size_makes_one_shape_of_many_where_images_are_read_one_by_one():
@@ -98,8 +103,8 @@ def test_image_size_makes_one_shape_of_clients_tensors_too():
 def test_a_shape_that_differs_within_a_dataset_is_named_at_set_up():
     shapes = ["sample 1", "float32", "(1, 6, 6)", "(1, 5, 5)"]
     mixed = [(torch.zeros(1, 5, 5), 0), (torch.zeros(1, 6, 6), 1)]
-    rejected(FederatedData([mixed]), "client 0", "training set", *shapes)
-    rejected(FederatedData([mixed[:1]], public=mixed, num_classes=2), "public set", *shapes)
+    assert_rejected(FederatedData([mixed]), "client 0", "training set", *shapes)
+    assert_rejected(FederatedData([mixed[:1]], public=mixed, num_classes=2), "public set", *shapes)
     assert FederatedDataModule(FederatedData([[(torch.zeros(1, 5, 5).byte(), 0), (torch.zeros(1, 6, 6).byte(), 1)]]))
 
 
@@ -117,17 +122,17 @@ def test_a_shape_that_changes_after_set_up_is_named_when_it_is_met():
 
 def test_missing_and_empty_clients():
     empty = Subset(client(), [])
-    rejected(FederatedData([]), "no clients", "FederatedData.train")
-    rejected(FederatedData([client(), empty]), "client 1", "no training samples")
-    rejected(FederatedData([client()] * 2, [client()]), "2 training sets", "1 test sets")
-    rejected(FederatedData([client()], public=empty), "public set", "no samples")
-    rejected(FederatedData([client()], server_validation=empty), "server's validation set", "no samples")
+    assert_rejected(FederatedData([]), "no clients", "FederatedData.train")
+    assert_rejected(FederatedData([client(), empty]), "client 1", "no training samples")
+    assert_rejected(FederatedData([client()] * 2, [client()]), "2 training sets", "1 test sets")
+    assert_rejected(FederatedData([client()], public=empty), "public set", "no samples")
+    assert_rejected(FederatedData([client()], server_validation=empty), "server's validation set", "no samples")
 
 
 def test_class_counts_that_do_not_match():
     several = client(labels=torch.ones(4, 3))
-    rejected(FederatedData([several], num_classes=5), "MultiLabel", "3 entries", "num_classes is 5")
-    rejected(FederatedData([client()], num_classes=5), "num_classes is 6", "5 classes", num_classes=6)
+    assert_rejected(FederatedData([several], num_classes=5), "MultiLabel", "3 entries", "num_classes is 5")
+    assert_rejected(FederatedData([client()], num_classes=5), "num_classes is 6", "5 classes", num_classes=6)
     with rejects("num_classes", 0):
         FederatedDataModule(FederatedData([client()], num_classes=0)).setup()
     with raises_naming(ValueError, "num_classes is 3", "10 classes"):
@@ -138,32 +143,36 @@ def test_class_counts_that_do_not_match():
 def test_labels_of_different_kinds(kind):
     several = client(labels=torch.ones(4, 3))
     for other in (client(), client(labels=torch.ones(4, 2))):
-        rejected(FederatedData([kind(several), kind(other)]), "client 1", "a label", "float vector of K labels")
-    rejected(FederatedData([kind(client(labels=torch.full((4, 3), 1.5)))]), "label 1.5", "outside 0..1")
-    rejected(FederatedData([kind(client(labels=torch.full((4, 3), torch.nan)))]), "all training labels", "unknown")
-    rejected(FederatedData([items(client(labels=torch.ones(4)))]), "float32", "integers", error=TypeError)
+        assert_rejected(FederatedData([kind(several), kind(other)]), "client 1", "a label", "float vector of K labels")
+    assert_rejected(FederatedData([kind(client(labels=torch.full((4, 3), 1.5)))]), "label 1.5", "outside 0..1")
+    assert_rejected(
+        FederatedData([kind(client(labels=torch.full((4, 3), torch.nan)))]), "all training labels", "unknown"
+    )
+    assert_rejected(FederatedData([items(client(labels=torch.ones(4)))]), "float32", "integers", error=TypeError)
     booleans = torch.ones(4, 3, dtype=torch.bool)
-    rejected(FederatedData([kind(client(labels=booleans))]), "booleans", "labels.long()", error=TypeError)
-    rejected(FederatedData([client(), client(labels=torch.ones(4))]), "client 1", "single float32", "single int64")
+    assert_rejected(FederatedData([kind(client(labels=booleans))]), "booleans", "labels.long()", error=TypeError)
+    assert_rejected(
+        FederatedData([client(), client(labels=torch.ones(4))]), "client 1", "single float32", "single int64"
+    )
 
 
 def test_images_that_are_none():
-    rejected(FederatedData([client(dtype=torch.int64)]), "int64", "uint8", error=TypeError)
+    assert_rejected(FederatedData([client(dtype=torch.int64)]), "int64", "uint8", error=TypeError)
     paths = [[("cat.jpg", 1)]]
-    rejected(FederatedData(paths, num_classes=2), "client 0", "sample 0", "'cat.jpg'", error=TypeError)
+    assert_rejected(FederatedData(paths, num_classes=2), "client 0", "sample 0", "'cat.jpg'", error=TypeError)
 
 
 def test_channels_that_the_backbone_does_not_take():
     rgb = ImageConfig((3, 8, 8), (0.5,) * 3, (0.5,) * 3)
     gray = ImageConfig((1, 8, 8), (0.5,), (0.5,))
-    rejected(FederatedData([client(channels=3)]), "training images", "(3, 5, 5)", "takes 1 channels", image=gray)
-    rejected(FederatedData([client(channels=2)]), "takes 3 channels", image=rgb)
-    rejected(
+    assert_rejected(FederatedData([client(channels=3)]), "training images", "(3, 5, 5)", "takes 1 channels", image=gray)
+    assert_rejected(FederatedData([client(channels=2)]), "takes 3 channels", image=rgb)
+    assert_rejected(
         FederatedData([client(dtype=torch.float32)]),
         *("float32", "takes 3 channels", "convert them to 3", "your own network for 1 as backbone"),
         image=rgb,
     )
-    rejected(FederatedData([client()], public=client(channels=3)), "public images", "(3, 5, 5)", image=gray)
+    assert_rejected(FederatedData([client()], public=client(channels=3)), "public images", "(3, 5, 5)", image=gray)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +194,7 @@ def test_options(option, value):
 
 @pytest.mark.parametrize("option", [{"train_limit": 5}, {"dataset": Digits()}])
 def test_options_of_a_division_beside_data(option):
-    rejected(FederatedData([client()]), "data cannot be combined", "FederatedData", **option)
+    assert_rejected(FederatedData([client()]), "data cannot be combined", "FederatedData", **option)
 
 
 @pytest.mark.every(3)
@@ -226,7 +235,7 @@ def test_more_clients_a_round_than_there_are():
 
 def test_augmentation_of_what_is_no_image():
     vectors = TensorDataset(torch.rand(4, 7), torch.arange(4))
-    rejected(FederatedData([vectors]), "(7,)", "crop_padding, flip, mixup and cutmix", flip=True)
+    assert_rejected(FederatedData([vectors]), "(7,)", "crop_padding, flip, mixup and cutmix", flip=True)
 
 
 def test_a_partition_that_leaves_a_client_empty(tmp_path):
@@ -244,7 +253,7 @@ def test_labels_may_be_numpys():
 def test_large_sets_without_declared_labels_are_checked_as_they_are_read(monkeypatch):
     monkeypatch.setattr("perada.data.labels.SCAN_LIMIT", 3)
     wrong = items(client(labels=torch.tensor([0, 1, 9, 2])))
-    rejected(FederatedData([wrong]), "num_classes")
+    assert_rejected(FederatedData([wrong]), "num_classes")
     module = FederatedDataModule(FederatedData([wrong], num_classes=5))
     (batch,) = module.train_dataloader()
     assert "client 0 has the label 9, outside 0..4" in dict(batch.failed)[0]

@@ -40,7 +40,7 @@ def assert_resized_once(images, paths):
     torch.testing.assert_close(images.float(), expected, rtol=0, atol=1)
 
 
-def served(store, client):
+def stored_images(store, client):
     """Return the images of a client as they are stored for training, before they are scaled."""
     count = store.sizes[client]
     images, _ = store.take(torch.full((count,), client), torch.arange(count))
@@ -55,7 +55,7 @@ def test_files_of_a_set_are_resized_once(folder, options):
     split = images.with_split(True)
     for client, name in enumerate(("north", "south")):
         paths = [path for path in split.files if f"/{name}/" in path]
-        assert_resized_once(served(data.checked.train, client), paths)
+        assert_resized_once(stored_images(data.checked.train, client), paths)
     assert [tuple(step[:2]) for step in data.preprocessing.resize] == [(SIDE, SIDE)]
 
 
@@ -65,8 +65,8 @@ def test_files_of_tables_public_sets_and_own_datasets_are_resized_once(folder):
     clients = FederatedData([Subset(table, [0, 1]), Subset(table, [2, 3])], public=public)
     data = FederatedDataModule(clients, image_size=SIDE)
     data.setup()
-    assert_resized_once(served(data.checked.train, 0), table.files[:2])
-    assert_resized_once(served(data.checked.public, 0), public.files)
+    assert_resized_once(stored_images(data.checked.train, 0), table.files[:2])
+    assert_resized_once(stored_images(data.checked.public, 0), public.files)
     # Subsets of one set stay Subsets of one set, which is read once.
     assert data.data.train[0].dataset is data.data.train[1].dataset
     # The caller's objects are unchanged.

@@ -59,7 +59,7 @@ def pattern(mode):
     return grey if mode == "L" else colour.convert(mode)
 
 
-def shown(image):
+def pillow_pixels(image):
     """An upright image (H, W, 3) as Pillow shows it, over white; grey values of more than 8 bits by arithmetic."""
     if image.mode[0] in "IF":
         white = 1.0 if image.mode == "F" else 65535.0
@@ -115,7 +115,7 @@ def test_every_mode_in_every_format(tmp_path, kind, mode):
     try:
         with Image.open(path) as opened:
             opened.load()
-            expected = shown(opened)
+            expected = pillow_pixels(opened)
     except (OSError, NotImplementedError, AssertionError):
         pytest.skip("Pillow does not read what it wrote")
     if expected.max() > 256:  # SPIDER's values are floats without a scale
@@ -131,7 +131,7 @@ def test_every_mode_in_memory(mode):
     image = pattern(mode)
     for colours, channels in (("RGB", 3), ("L", 1)):
         assert decode(image, colours).shape == (channels, HEIGHT, WIDTH)
-    assert differ(decode(image, "RGB"), shown(image)) <= 1
+    assert differ(decode(image, "RGB"), pillow_pixels(image)) <= 1
 
 
 def png(depth, colour, row, transparency, palette=None):
@@ -268,7 +268,7 @@ def tiff(path, mode, compression=None, **texts):
             tags.tagtype[number] = ASCII
         tags[number] = value
     pattern(mode).save(path, tiffinfo=tags, compression=compression)
-    return shown(pattern(mode))
+    return pillow_pixels(pattern(mode))
 
 
 @pytest.mark.every(9)
@@ -328,7 +328,7 @@ def test_of_several_frames_the_first_is_read(tmp_path, kind):
     options = {"lossless": True} if kind == "WEBP" else {}
     first.save(path, kind, save_all=True, append_images=[second], **options)
     with Image.open(path) as opened:
-        expected = shown(opened)
+        expected = pillow_pixels(opened)
     assert expected.std() > 20  # which the second frame has not
     check_all_ways(path, expected)
 

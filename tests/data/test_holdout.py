@@ -38,7 +38,7 @@ class Unread(Dataset):
         raise AssertionError("a test image was read")
 
 
-def numbered(sizes=SIZES, start=0):
+def number_images(sizes=SIZES, start=0):
     """Every image of every client has a value of its own."""
     sets = []
     for size in sizes:
@@ -58,14 +58,14 @@ def values(images):
     return sorted(((images[:, 0, 0, 0] + 1) * 127.5).round().long().tolist())
 
 
-def trained(datamodule):
+def values_trained_on(datamodule):
     """For each client the values of the images it trains on in one epoch of full batches."""
     (batch,) = [datamodule.prepare(batch) for batch in datamodule.train_dataloader()]
     rows = zip(batch.clients, batch.x, batch.counts, strict=True)
     return [values_of_client for _, values_of_client in sorted((client, values(x[:n])) for client, x, n in rows)]
 
 
-def scored(datamodule, clients):
+def values_scored_on(datamodule, clients):
     """For each client the values of the images it is evaluated on."""
     batches = [datamodule.prepare(batch) for batch in datamodule.val_dataloader()]
     x = torch.cat([b.x for b in batches])
@@ -76,10 +76,10 @@ def scored(datamodule, clients):
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.95])
 @pytest.mark.parametrize("wrap", [lambda dataset: dataset, Pictures], ids=["tensors", "pictures"])
 def test_clients_train_on_one_part_and_are_scored_on_the_other(wrap, share):
-    data = FederatedData([wrap(newcomers) for newcomers in numbered()], [Unread() for _ in SIZES])
+    data = FederatedData([wrap(newcomers) for newcomers in number_images()], [Unread() for _ in SIZES])
     datamodule = module(data, client_validation=share, evaluate_on="validation")
-    train = trained(datamodule)
-    held_out = scored(datamodule, len(SIZES))
+    train = values_trained_on(datamodule)
+    held_out = values_scored_on(datamodule, len(SIZES))
     start = 0
     for size, kept, out in zip(SIZES, train, held_out, strict=True):
         assert sorted(kept + out) == list(range(start, start + size))
@@ -90,14 +90,14 @@ def test_clients_train_on_one_part_and_are_scored_on_the_other(wrap, share):
     assert record["client_validation_sizes"] == [len(out) for out in held_out]
     assert (record["train_sizes"], record["test_sizes"]) == ([len(kept) for kept in train], [3] * 4)
     again = module(data, run_seed=6, client_validation=share, evaluate_on="validation")
-    assert scored(again, len(SIZES)) == held_out
+    assert values_scored_on(again, len(SIZES)) == held_out
 
 
 def test_which_images_are_held_out_depends_on_the_data_seed_and_the_client():
-    data = FederatedData(numbered((30, 30, 30)))
+    data = FederatedData(number_images((30, 30, 30)))
 
     def held_out_values(**options):
-        return scored(module(data, client_validation=0.2, evaluate_on="validation", **options), 3)
+        return values_scored_on(module(data, client_validation=0.2, evaluate_on="validation", **options), 3)
 
     assert held_out_values(seed=1) == held_out_values(seed=1, run_seed=9)
     assert held_out_values(seed=1) != held_out_values(seed=2)
@@ -109,26 +109,28 @@ def test_which_images_are_held_out_depends_on_the_data_seed_and_the_client():
 
 
 def test_held_out_images_are_not_trained_on_where_the_test_images_are_scored():
-    data = FederatedData(numbered(), numbered((4, 0, 2, 1), start=100))
+    data = FederatedData(number_images(), number_images((4, 0, 2, 1), start=100))
     tuned = module(data, client_validation=0.3, evaluate_on="validation")
     final = module(data, client_validation=0.3)
-    assert trained(final) == trained(tuned) != trained(module(data))
-    assert scored(final, 4) == scored(module(data), 4) == [[100, 101, 102, 103], [], [104, 105], [106]]
+    assert values_trained_on(final) == values_trained_on(tuned) != values_trained_on(module(data))
+    assert (
+        values_scored_on(final, 4) == values_scored_on(module(data), 4) == [[100, 101, 102, 103], [], [104, 105], [106]]
+    )
     assert "client_validation_sizes" not in module(data).partition_dict()
     for batches in (tuned.test_dataloader, tuned.predict_dataloader):
         seen = torch.cat([batch.x for batch in batches()])
         assert sorted(seen[:, 0, 0, 0].tolist()) == sorted(
-            value for values_of_client in scored(tuned, 4) for value in values_of_client
+            value for values_of_client in values_scored_on(tuned, 4) for value in values_of_client
         )
 
 
-def divided(**options):
+def divide_digits(**options):
     options = {"partition": Dirichlet(6, 0.5), "train_limit": 300, "public_fraction": 0.1} | options
     return FederatedDataModule(dataset=Digits(), client_validation=0.25, evaluate_on="validation", **options)
 
 
 def test_the_record_of_a_divided_set_says_where_every_image_went(tmp_path):
-    datamodule = divided()
+    datamodule = divide_digits()
     record = json.loads(json.dumps(datamodule.partition_dict()))
     undivided = FederatedDataModule(dataset=Digits(), partition=Dirichlet(6, 0.5), train_limit=300, public_fraction=0.1)
     for kept, held, own in zip(
@@ -144,7 +146,7 @@ def test_the_record_of_a_divided_set_says_where_every_image_went(tmp_path):
     assert torch.equal(torch.cat([batch.y for batch in batches]), Digits().labels[positions])
     path = tmp_path / "partition.json"
     path.write_text(json.dumps(record))
-    again = divided(partition=FromFile(str(path))).partition_dict()
+    again = divide_digits(partition=FromFile(str(path))).partition_dict()
     assert {part: again[part] for part in ("train", "client_validation", "test")} == {
         part: record[part] for part in ("train", "client_validation", "test")
     }
@@ -200,17 +202,19 @@ def test_groups_that_cannot_be_held_out_are_rejected():
 
 
 def test_a_client_with_two_images_has_one_of_each():
-    datamodule = module(FederatedData(numbered((2, 2)), num_classes=3), client_validation=0.9, evaluate_on="validation")
-    assert [len(rows) for rows in trained(datamodule) + scored(datamodule, 2)] == [1, 1, 1, 1]
+    datamodule = module(
+        FederatedData(number_images((2, 2)), num_classes=3), client_validation=0.9, evaluate_on="validation"
+    )
+    assert [len(rows) for rows in values_trained_on(datamodule) + values_scored_on(datamodule, 2)] == [1, 1, 1, 1]
 
 
 def test_clients_that_cannot_share_are_named():
-    data = FederatedData([Subset(numbered()[3], range(n)) for n in (4, 1, 3, 1)])
+    data = FederatedData([Subset(number_images()[3], range(n)) for n in (4, 1, 3, 1)])
     with pytest.raises(ValueError, match=r"clients 1, 3 .*2 images.*client_validation"):
         module(data, client_validation=0.1)
     with pytest.raises(ValueError, match=r"client 0 .*2"):
-        module(FederatedData(numbered((1, 5))), client_validation=0.1)
-    many = FederatedData([Subset(numbered()[3], [0])] * 13)
+        module(FederatedData(number_images((1, 5))), client_validation=0.1)
+    many = FederatedData([Subset(number_images()[3], [0])] * 13)
     with pytest.raises(ValueError, match="clients 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 3 more"):
         module(many, client_validation=0.1)
 
@@ -233,4 +237,4 @@ def test_clients_that_cannot_share_are_named():
 )
 def test_options(options, words):
     with pytest.raises(ValueError, match=words):
-        FederatedDataModule(FederatedData(numbered()), **options)
+        FederatedDataModule(FederatedData(number_images()), **options)

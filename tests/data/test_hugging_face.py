@@ -36,7 +36,7 @@ def part(rows, **columns):
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved_dataset(tmp_path):
     """90 training images of three hospitals and 30 test images."""
     client = ["north", "south", "west"]
     parts = {
@@ -47,8 +47,8 @@ def saved(tmp_path):
     return str(tmp_path / "digits")
 
 
-def test_images_labels_and_columns_are_those_of_the_set(saved):
-    train = HuggingFace(saved, size=8, gray=True)
+def test_images_labels_and_columns_are_those_of_the_set(saved_dataset):
+    train = HuggingFace(saved_dataset, size=8, gray=True)
     test = train.with_split(False)
     assert len(train) == 90
     assert len(test) == 30
@@ -61,7 +61,7 @@ def test_images_labels_and_columns_are_those_of_the_set(saved):
     assert train.columns["client"].tolist() == ["north", "south", "west"] * 30
     assert "client" in train.columns
     assert train.group_column is None
-    in_memory = HuggingFace(saved, size=8, gray=True, in_memory=True)
+    in_memory = HuggingFace(saved_dataset, size=8, gray=True, in_memory=True)
     assert torch.equal(in_memory.images[:, 0], torch.from_numpy(PIXELS[:90]))
 
 
@@ -117,10 +117,10 @@ def test_several_labels_an_image(tmp_path):
         ({"splits": ["test", "train"], "name": "/nowhere/at-all"}, "the dataset '/nowhere/at-all' cannot be loaded"),
     ],
 )
-def test_what_cannot_be_used_is_named_with_its_option(saved, options, message):
+def test_what_cannot_be_used_is_named_with_its_option(saved_dataset, options, message):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
-        len(HuggingFace(**{"name": saved} | options))
-    assert message.format(saved) in str(error.value)
+        len(HuggingFace(**{"name": saved_dataset} | options))
+    assert message.format(saved_dataset) in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -142,14 +142,14 @@ def test_an_image_that_is_cut_short_is_named_by_its_row(tmp_path):
     assert str(error.value).startswith(f"{tmp_path / 'cut'}, train{place[0]}, ")
 
 
-def test_inspected_trained_and_predicted_by_name(saved, tmp_path, monkeypatch, capsys):
+def test_inspected_trained_and_predicted_by_name(saved_dataset, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    main(["data", "inspect", f"hf:{saved}", "--client", "client"])
+    main(["data", "inspect", f"hf:{saved_dataset}", "--client", "client"])
     output = capsys.readouterr().out
     assert "north" in output
     assert "nought" in output
     data = {
-        "dataset": {"class_path": "HuggingFace", "init_args": {"name": saved, "size": 16}},
+        "dataset": {"class_path": "HuggingFace", "init_args": {"name": saved_dataset, "size": 16}},
         "partition": {"class_path": "ByDomain", "init_args": {"column": "client"}},
         "train_limit": None,
         "test_limit": None,

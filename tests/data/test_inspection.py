@@ -109,7 +109,7 @@ def test_classes_called_images_and_masks_elsewhere_are_no_masks(tmp_path, capsys
 
 
 @pytest.fixture
-def damaged(tmp_path):
+def damaged_folder(tmp_path):
     """Two clients with every fault; the test split is the folder's own."""
     for number, path in enumerate(
         ("train/a/x/0.png", "train/a/x/1.png", "train/a/y/2.png", "train/b/x/3.png", "test/a/x/4.png", "test/a/y/5.png")
@@ -125,15 +125,15 @@ def damaged(tmp_path):
     return tmp_path
 
 
-def test_every_fault_is_found(damaged):
-    images = Images(str(damaged), layout="{split}/{client}/{class}/*", size=8)
+def test_every_fault_is_found(damaged_folder):
+    images = Images(str(damaged_folder), layout="{split}/{client}/{class}/*", size=8)
     result = inspect_division(Division(images, ByDomain("client")))
     assert (result.clients, result.classes) == (["a", "b"], ["x", "y"])
     assert (result.train.tolist(), result.test.tolist()) == ([[3, 2], [3, 0]], [[2, 1], [0, 0]])
     assert result.images.tolist() == [[5, 3], [3, 0]]
     (broken,) = result.broken
-    assert broken.startswith(f"{damaged}/train/a/y/10.png is not a readable image")
-    path = f"{damaged}/{{}}.png".format
+    assert broken.startswith(f"{damaged_folder}/train/a/y/10.png is not a readable image")
+    path = f"{damaged_folder}/{{}}.png".format
     assert result.leaks == [(path("test/a/x/9"), path("train/b/x/3"))]
     assert result.shared == [(path("train/b/x/8"), path("train/a/x/1"))]
     assert result.repeated == [(path("train/a/x/7"), path("train/a/x/0"))]
@@ -149,9 +149,9 @@ def test_every_fault_is_found(damaged):
     assert text.endswith("The images cannot be used until these problems are fixed.")
 
 
-def test_the_exit_status_says_whether_it_can_be_used(damaged, capsys):
+def test_the_exit_status_says_whether_it_can_be_used(damaged_folder, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["data", "inspect", str(damaged), "--layout", "{split}/{client}/{class}/*"])
+        main(["data", "inspect", str(damaged_folder), "--layout", "{split}/{client}/{class}/*"])
     assert ended.value.code == 1
     assert "Cannot be read (1):" in capsys.readouterr().out
 

@@ -47,7 +47,7 @@ class Columns(Dataset):
         return self.transform(self.rows[index]) if self.transform else self.rows[index]
 
 
-def opened(data, **options):
+def set_up_module(data, **options):
     module = FederatedDataModule(data, batch_size=3, **options)
     module.setup()
     return module
@@ -64,8 +64,8 @@ def test_dicts_give_what_pairs_give(keys, holdout):
     parts = [(images(n, n), torch.arange(n) % 3) for n in (5, 7, 4)]
     pairs, rows = ([make(*part) for part in parts] for make in (TensorDataset, lambda *part: dicts(*part, *keys)))
     public = images(6, 9)
-    expected = opened(FederatedData(pairs, pairs, TensorDataset(public)), **holdout)
-    module = opened(FederatedData(rows, rows, dicts(public, [None] * 6, *keys)), **holdout)
+    expected = set_up_module(FederatedData(pairs, pairs, TensorDataset(public)), **holdout)
+    module = set_up_module(FederatedData(rows, rows, dicts(public, [None] * 6, *keys)), **holdout)
     for batch, expected_batch in zip(batches(module), batches(expected), strict=True):
         torch.testing.assert_close(batch, expected_batch)
     assert torch.equal(module.public_images(torch.arange(6)), expected.public_images(torch.arange(6)))
@@ -90,7 +90,7 @@ def test_words_are_numbered_over_all_clients(kind, classes):
     training = [["owl", "owl", "bee"], ["bee", "bee"]]
     testing = ["ant", "owl", "bee", "ant"]
     data = FederatedData([dataset(words, 1) for words in training], [dataset(testing, 2)] * 2, classes=classes)
-    module = opened(data)
+    module = set_up_module(data)
     order = classes or ["ant", "bee", "owl"]
     assert module.classes == order
     assert module.num_classes == len(order)
@@ -103,12 +103,12 @@ def test_words_are_numbered_over_all_clients(kind, classes):
 
 def test_columns_are_read_without_the_images_and_name_the_classes():
     data = Columns(dicts(images(8, 1), [0, 1] * 4), ["cat", "dog"])
-    module = opened(FederatedData([data], [Subset(data, [3, 1])]))
+    module = set_up_module(FederatedData([data], [Subset(data, [3, 1])]))
     assert module.classes == ["cat", "dog"] and set(data.read[8:]) <= {0, 3}  # after each is read once
-    assert opened(FederatedData([data], num_classes=5)).classes is None
+    assert set_up_module(FederatedData([data], num_classes=5)).classes is None
     function = Columns(dicts(images(8, 1), [0, 1] * 4), transform=lambda row: row | {"label": row["label"] + 2})
     with pytest.warns(UserWarning, match="labels 0, 1"):
-        assert opened(FederatedData([function])).num_classes == 4
+        assert set_up_module(FederatedData([function])).num_classes == 4
 
 
 class Stream(IterableDataset):
@@ -154,7 +154,7 @@ def pairs(labels):
 )
 def test_a_wrong_dataset_is_named(train, options, facts):
     with raises_naming((TypeError, ValueError), *facts):
-        opened(FederatedData(train, **options))
+        set_up_module(FederatedData(train, **options))
 
 
 class Listed(list):
@@ -167,7 +167,7 @@ class Listed(list):
 def test_targets_are_read_in_their_order_whatever_their_keys_are(labels, classes):
     items = Listed(pairs(labels))
     items.targets = labels if classes is None else pandas.Series(labels, index=[7, 8, 9])
-    data = opened(FederatedData([items]))
+    data = set_up_module(FederatedData([items]))
     assert data.classes == classes
     assert data.checked.train.client_labels()[0].tolist() == [1, 0, 1]
 
@@ -175,17 +175,17 @@ def test_targets_are_read_in_their_order_whatever_their_keys_are(labels, classes
 def test_a_client_without_test_images_may_have_words_as_labels():
     items = Listed(pairs(["b", "a", "b"]))
     items.targets = ["b", "a", "b"]
-    data = opened(FederatedData([items, items], [items, Subset(items, [])]))
+    data = set_up_module(FederatedData([items, items], [items, Subset(items, [])]))
     assert [labels.tolist() for labels in data.checked.test.client_labels()] == [[1, 0, 1], []]
 
 
 def test_of_many_classes_a_few_are_named():
     with pytest.raises(ValueError, match=r"'owl'.*'0', '1', '2', '3', '4' and 95 more"):
-        opened(FederatedData([pairs(WORDS)], classes=[str(number) for number in range(100)]))
+        set_up_module(FederatedData([pairs(WORDS)], classes=[str(number) for number in range(100)]))
 
 
 def test_many_words_that_nobody_declares_need_classes(monkeypatch):
     monkeypatch.setattr("perada.data.labels.SCAN_LIMIT", 2)
     with pytest.raises(ValueError, match=r"3 training samples.*classes"):
-        opened(FederatedData([pairs(WORDS)]))
-    assert opened(FederatedData([pairs(WORDS)], classes=WORDS)).num_classes == 3
+        set_up_module(FederatedData([pairs(WORDS)]))
+    assert set_up_module(FederatedData([pairs(WORDS)], classes=WORDS)).num_classes == 3

@@ -27,7 +27,7 @@ def image(tmp_path):
     return str(path)
 
 
-def stored(tmp_path, pixels, suffix="png", **options):
+def store_mask(tmp_path, pixels, suffix="png", **options):
     """Path of a mask with the pixels."""
     path = tmp_path / f"mask.{suffix}"
     Image.fromarray(pixels).save(path, **options)
@@ -56,7 +56,7 @@ def checkerboard(low, high, dtype):
 )
 def test_values_of_files_are_exact(tmp_path, image, suffix, dtype, low, high):
     pixels = checkerboard(low, high, dtype)
-    path = stored(tmp_path, pixels, suffix)
+    path = store_mask(tmp_path, pixels, suffix)
     assert np.array(Image.open(path)).tolist() == pixels.tolist()
     mask = decode_mask(path, image, SIZE, None, path)
     assert mask.tolist() == pixels.astype(np.int64).tolist()
@@ -93,7 +93,7 @@ def test_numbers_of_a_palette_are_the_classes(tmp_path, image):
 
 @pytest.mark.parametrize(("value", "text"), [(0.5, "0.5"), (np.nan, "nan"), (2.0**24, "1.67772e"), (np.inf, "inf")])
 def test_floats_that_are_no_classes_are_rejected(tmp_path, image, value, text):
-    path = stored(tmp_path, checkerboard(0, value, np.float32), "tif")
+    path = store_mask(tmp_path, checkerboard(0, value, np.float32), "tif")
     with pytest.raises(UnreadableImageError, match=rf"mask\.tif.*{text}"):
         decode_mask(path, image, SIZE, None, path)
 
@@ -101,12 +101,12 @@ def test_floats_that_are_no_classes_are_rejected(tmp_path, image, value, text):
 def test_jpeg_is_the_reason_and_png_the_remedy(tmp_path, image):
     rows, columns = np.indices((SIZE, SIZE))
     pixels = (rows * columns % 3 * 100).astype(np.uint8)
-    path = stored(tmp_path, pixels, "jpg")
+    path = store_mask(tmp_path, pixels, "jpg")
     assert len(np.unique(np.array(Image.open(path)))) > 3
     for values in (None, [0, 100, 200]):
         with pytest.raises(UnreadableImageError, match=r"mask\.jpg.*JPEG"):
             decode_mask(path, image, SIZE, values, path)
-    exact = stored(tmp_path, np.full((SIZE, SIZE), 128, np.uint8), "jpg")
+    exact = store_mask(tmp_path, np.full((SIZE, SIZE), 128, np.uint8), "jpg")
     assert decode_mask(exact, image, SIZE, [0, 128], exact).unique().tolist() == [1]
 
 
@@ -118,7 +118,7 @@ def test_a_stack_of_pictures_is_no_mask(tmp_path, image):
 
 
 def test_more_classes_than_255_have_no_ignored_value(tmp_path, image):
-    path = stored(tmp_path, checkerboard(0, 255, np.uint16))
+    path = store_mask(tmp_path, checkerboard(0, 255, np.uint16))
     values = [*range(255), *range(1000, 1100)]
     with pytest.raises(UnreadableImageError, match=r"255, .*mask_values"):
         decode_mask(path, image, SIZE, values, path)
@@ -126,7 +126,7 @@ def test_more_classes_than_255_have_no_ignored_value(tmp_path, image):
 
 
 def test_values_of_signed_files_can_be_listed(tmp_path, image):
-    path = stored(tmp_path, checkerboard(-1, 1, np.int32), "tif")
+    path = store_mask(tmp_path, checkerboard(-1, 1, np.int32), "tif")
     assert decode_mask(path, image, SIZE, [-1, 1], path).tolist() == checkerboard(0, 1, np.uint8).tolist()
 
 

@@ -34,7 +34,7 @@ def write(folder, names=("a", "b", "c", "d", "e"), seed=0, mode="L", values=(0, 
     return masks
 
 
-def loaded(images):
+def load_masks(images):
     """Mask by name of each image."""
     names = [path.rpartition("/images/")[2].removesuffix(".png") for path in images.manifest.paths]
     return dict(zip(names, images.labels, strict=True))
@@ -45,7 +45,7 @@ def loaded(images):
 def test_each_image_has_its_mask(tmp_path, mode, in_memory):
     masks = write(tmp_path, mode=mode)
     sets = [ImageMasks(str(tmp_path), size=SIZE, in_memory=in_memory, train=train) for train in (True, False)]
-    result = loaded(sets[0]) | loaded(sets[1])
+    result = load_masks(sets[0]) | load_masks(sets[1])
     assert result.keys() == masks.keys()
     for name, mask in masks.items():
         assert torch.equal(result[name], mask)
@@ -75,7 +75,7 @@ def test_clients_splits_and_groups_are_in_the_folders(tmp_path):
 def test_masks_are_resized_by_nearest_neighbour(tmp_path):
     masks = write(tmp_path)
     small = ImageMasks(str(tmp_path), size=SIZE // 2)
-    for name, mask in loaded(small).items():
+    for name, mask in load_masks(small).items():
         rows = (np.arange(SIZE // 2) + 0.5) * 2
         expected = masks[name][rows.astype(int)][:, rows.astype(int)]
         assert torch.equal(mask, expected)
@@ -85,7 +85,7 @@ def test_masks_are_resized_by_nearest_neighbour(tmp_path):
 def test_values_stand_for_classes(tmp_path):
     masks = write(tmp_path, values=(0, 128, 255))
     images = ImageMasks(str(tmp_path), size=SIZE, mask_values=[0, 128, 255])
-    for name, mask in loaded(images).items():
+    for name, mask in load_masks(images).items():
         assert torch.equal(mask, masks[name])
     with pytest.raises(UnreadableImageError, match=r"masks/\w\.png.* 128, .*mask_values"):
         _ = ImageMasks(str(tmp_path), size=SIZE, mask_values=[0, 255]).labels
@@ -94,7 +94,7 @@ def test_values_stand_for_classes(tmp_path):
 def test_values_without_a_class_are_ignored(tmp_path):
     masks = write(tmp_path, values=(0, 255, 7))
     images = ImageMasks(str(tmp_path), size=SIZE, mask_values=[0, 7])
-    for name, mask in loaded(images).items():
+    for name, mask in load_masks(images).items():
         assert torch.equal(mask == 255, masks[name] == 1)
         assert torch.equal(mask == 1, masks[name] == 2)
 

@@ -32,7 +32,7 @@ def batch(clients=(0, 1), counts=COUNTS, step=0):
     return CohortBatch(clients, x, y, counts, phase=0, step=step)
 
 
-def mixed(options, **changes):
+def mix_batch(options, **changes):
     return Mixing(**options)(batch(**changes), seed=3, task=Classification(), num_classes=CLASSES)
 
 
@@ -40,7 +40,7 @@ def mixed(options, **changes):
 def test_an_image_is_mixed_with_one_image_of_its_client_and_targets_in_proportion(options):
     plain = batch()
     for step in range(6):
-        result = mixed(options, step=step)
+        result = mix_batch(options, step=step)
         for place, count in enumerate(COUNTS):
             for row in range(count):
                 values = result.x[place, row]
@@ -63,7 +63,7 @@ def test_cutmix_replaces_one_rectangle():
     found_rectangle = False
     plain = batch()
     for step in range(10):
-        result = mixed({"cutmix": 1.0}, step=step)
+        result = mix_batch({"cutmix": 1.0}, step=step)
         replaced = (result.x != plain.x)[0].any(0).any(0)
         if not replaced.any():
             continue
@@ -82,12 +82,12 @@ def test_cutmix_replaces_one_rectangle():
 
 
 def test_draws_depend_on_client_and_step_only():
-    together = mixed({"mixup": 1.0})
-    alone = mixed({"mixup": 1.0}, clients=(1,), counts=(3,))
+    together = mix_batch({"mixup": 1.0})
+    alone = mix_batch({"mixup": 1.0}, clients=(1,), counts=(3,))
     torch.testing.assert_close(together.x[1, :3], alone.x[0], rtol=0, atol=0)
     torch.testing.assert_close(together.y[1, :3], alone.y[0], rtol=0, atol=0)
-    assert not torch.equal(together.x, mixed({"mixup": 1.0}, step=1).x)
-    assert torch.equal(together.x, mixed({"mixup": 1.0}).x)
+    assert not torch.equal(together.x, mix_batch({"mixup": 1.0}, step=1).x)
+    assert torch.equal(together.x, mix_batch({"mixup": 1.0}).x)
 
 
 def test_the_loss_of_a_mixed_target_is_the_mix_of_the_losses():

@@ -144,7 +144,7 @@ def test_no_patient_is_on_both_sides(tmp_path):
     assert {*images.with_split(False).columns["client"]} == {"h0", "h1", "h2"}
 
 
-def chosen(keys, share, seed, clients=None, classes=None, known=None):
+def choose_keys(keys, share, seed, clients=None, classes=None, known=None):
     clients = clients or [0] * len(keys)
     classes = classes or [[]] * len(keys)
     return {keys[row] for row in hashed_share(keys, clients, classes, share, seed, known, protect_classes=True)}
@@ -158,15 +158,15 @@ def test_an_image_that_comes_or_goes_moves_no_other(size, share):
     moved = 0
     for seed in range(100):
         keys = [f"image {number}" for number in range(size + 1)]
-        less = chosen(keys[:-1], share, seed)
-        more = chosen(keys, share, seed)
+        less = choose_keys(keys[:-1], share, seed)
+        more = choose_keys(keys, share, seed)
         assert 0 < len(less) < size
         changed = (less ^ more) - {keys[-1]}
         assert len(changed) <= 1
         assert not changed or len(less) in (1, size - 1)
         moved += bool(changed)
         known = {key: key in less for key in keys[:-1]}
-        assert chosen(keys, share, seed, known=known) - {keys[-1]} == less
+        assert choose_keys(keys, share, seed, known=known) - {keys[-1]} == less
     expected = 100 * ((1 - share) ** size + share**size)  # clients where the hashes alone choose none, or all
     assert moved <= 1.5 * expected + 3
     assert moved == 0 or size < 60
@@ -193,12 +193,12 @@ def test_no_client_lacks_test_images_and_none_is_drawn_whole(share):
     classes = [[0], [0], [1], [0], [1], [1], [0, 2], [2], [0]]
     for seed in range(200):
         keys = list("abcdefghi") if seed % 2 else list("abcdefghb")
-        own = chosen(keys, share, seed, clients, classes)
+        own = choose_keys(keys, share, seed, clients, classes)
         left = [row for row, key in enumerate(keys) if key not in own]
         assert {clients[row] for row in left} == {0, 1, 2}
         assert {one for row in left for one in classes[row]} == {0, 1, 2}
         assert {client for client, key in zip(clients, keys, strict=True) if key in own} >= {0, 1}
-    assert chosen(["a", "b"], share, 0, classes=[[0], [1]]) == set()  # each is the last of its class
+    assert choose_keys(["a", "b"], share, 0, classes=[[0], [1]]) == set()  # each is the last of its class
 
 
 def coloured(root, files):

@@ -31,7 +31,7 @@ def table(rows, part):
     )
 
 
-def split(partition, train_per_class=100, test_per_class=20, seed=0):
+def split_table(partition, train_per_class=100, test_per_class=20, seed=0):
     train = samples(train_per_class)
     test = samples(test_per_class)
     rows = partition.split(train, test, seed)
@@ -58,7 +58,7 @@ def test_seeded(partition):
 
 @pytest.mark.parametrize("partition", [IID(7), Dirichlet(7, 0.3), Shards(7, 3), QuantitySkew(7)], ids=repr)
 def test_nothing_is_left_over(partition):
-    train, test = split(partition)
+    train, test = split_table(partition)
     assert (train.sum(0) == 100).all()
     assert (test.sum(0) == 20).all()
 
@@ -69,7 +69,7 @@ def test_nothing_is_left_over(partition):
     ("clients", "expected", "size"), [(7, None, 142), (7, 50, 50), (1, None, 1000), (1000, None, 1)]
 )
 def test_clients_of_balanced_dirichlet_have_one_size(alpha, clients, expected, size):
-    train, test = split(BalancedDirichlet(clients, alpha, expected))
+    train, test = split_table(BalancedDirichlet(clients, alpha, expected))
     assert (train.sum(1) == size).all()
     assert (train.sum(0) <= 100).all()
     # Of each class a client has the share of the test images that it has of the training images, but for rounding.
@@ -93,16 +93,16 @@ def test_balanced_dirichlet_has_the_proportions_of_its_distribution():
 
 def test_balanced_dirichlet_fills_up_from_other_classes():
     """All samples are given away, although hardly any client asks for just what is left."""
-    train, _ = split(BalancedDirichlet(10, 0.01))
+    train, _ = split_table(BalancedDirichlet(10, 0.01))
     assert (train.sum(0) == 100).all() and (train.sum(1) == 100).all()
     assert ((train > 0).sum(1) <= 2).sum() >= 7
     with pytest.raises(ValueError, match=r"7 clients.*200.*1400.*1000"):
-        split(BalancedDirichlet(7, 1.0, 200))
+        split_table(BalancedDirichlet(7, 1.0, 200))
 
 
 @pytest.mark.parametrize(("clients", "alpha", "least", "size"), [(20, 1.0, 2, 50), (20, 0.05, 5, 50), (7, 9.0, 3, 142)])
 def test_clients_of_balanced_dirichlet_have_some_samples_of_each_class(clients, alpha, least, size):
-    train, test = split(BalancedDirichlet(clients, alpha, min_per_class=least))
+    train, test = split_table(BalancedDirichlet(clients, alpha, min_per_class=least))
     assert (train.sum(1) == size).all()
     assert train.min() >= least
     assert (train.sum(0) <= 100).all()
@@ -124,10 +124,10 @@ def test_the_rest_of_balanced_dirichlet_has_the_proportions_of_its_distribution(
 
 def test_a_minimum_of_each_class_that_balanced_dirichlet_cannot_give():
     with pytest.raises(ValueError, match=r"100 samples.*min_per_class=6.*20 clients"):
-        split(BalancedDirichlet(20, min_per_class=6))
+        split_table(BalancedDirichlet(20, min_per_class=6))
     words = r"min_per_class=3 .*10 classes.* 30 .* 20"
     with pytest.raises(ValueError, match=words):
-        split(BalancedDirichlet(20, samples_per_client=20, min_per_class=3))
+        split_table(BalancedDirichlet(20, samples_per_client=20, min_per_class=3))
     with rejects("min_per_class", -1):
         BalancedDirichlet(min_per_class=-1)
 
@@ -135,7 +135,7 @@ def test_a_minimum_of_each_class_that_balanced_dirichlet_cannot_give():
 def test_quantity_skew_has_the_sizes_of_its_distribution():
     """A share has mean 1/M and variance (1/M)(1 - 1/M)/(M·alpha + 1), and classes are as in the whole."""
     for alpha in (0.3, 1.0, 20.0):
-        train = np.stack([split(QuantitySkew(5, alpha, 1), seed=seed)[0] for seed in range(60)])
+        train = np.stack([split_table(QuantitySkew(5, alpha, 1), seed=seed)[0] for seed in range(60)])
         shares = train.sum(2) / 1000
         assert shares.var() == pytest.approx(0.2 * 0.8 / (5 * alpha + 1), rel=0.35)
         expected = train.sum(2, keepdims=True) / K
@@ -144,13 +144,13 @@ def test_quantity_skew_has_the_sizes_of_its_distribution():
 
 
 def test_quantity_skew_keeps_the_minimum_and_the_test_shares():
-    train, test = split(QuantitySkew(20, 0.05, 5))
+    train, test = split_table(QuantitySkew(20, 0.05, 5))
     assert train.sum() == 1000 and test.sum() == 200
     assert train.sum(1).min() == 5 and test.sum(1).min() >= 1
     expected = np.maximum(train.sum(1) / 5, 1)
     assert (np.abs(test.sum(1) - expected)[test.sum(1) < test.sum(1).max()] <= 1).all()
     with pytest.raises(ValueError, match=r"20 clients.*51.*1020"):
-        split(QuantitySkew(20, min_per_client=51))
+        split_table(QuantitySkew(20, min_per_client=51))
 
 
 @pytest.mark.parametrize("partition", [BalancedDirichlet, QuantitySkew])
@@ -161,7 +161,7 @@ def test_concentrations_that_cannot_be_used(partition, alpha):
 
 
 def test_iid_shares_are_equal():
-    train, test = split(IID(7))
+    train, test = split_table(IID(7))
     assert sorted(train.sum(1)) == [142, 143, 143, 143, 143, 143, 143]
     # A client's count of a class is hypergeometric: mean 14.3, standard deviation 3.3.
     assert (np.abs(train - 100 / 7) < 5 * 3.3).all()
@@ -170,7 +170,7 @@ def test_iid_shares_are_equal():
 
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1, 100])
 def test_dirichlet_gives_train_and_test_the_same_proportions(alpha):
-    train, test = split(Dirichlet(5, alpha, min_per_client=1), 1000, 200)
+    train, test = split_table(Dirichlet(5, alpha, min_per_client=1), 1000, 200)
     # Rounding moves less than one sample of a class; a client without any test sample gets one.
     assert (np.abs(test - train / 5) < 1 + 1e-9 + (test.sum(1, keepdims=True) <= 1)).all()
     assert test.sum(1).min() >= 1
@@ -180,30 +180,30 @@ def test_dirichlet_gives_train_and_test_the_same_proportions(alpha):
 def test_dirichlet_concentration_is_as_asked():
     """A share has mean 1/M and variance (1/M)(1 - 1/M)/(M·alpha + 1)."""
     for alpha in (0.1, 1.0, 50.0):
-        shares = np.stack([split(Dirichlet(5, alpha, 1), 400, 1, seed)[0] / 400 for seed in range(15)])
+        shares = np.stack([split_table(Dirichlet(5, alpha, 1), 400, 1, seed)[0] / 400 for seed in range(15)])
         expected = 0.2 * 0.8 / (5 * alpha + 1)
         assert shares.var() == pytest.approx(expected, rel=0.25)
 
 
 @pytest.mark.parametrize("minimum", [1, 10, 50])
 def test_dirichlet_minimum_holds_even_where_it_takes_everything(minimum):
-    train, test = split(Dirichlet(20, 0.02, min_per_client=minimum))
+    train, test = split_table(Dirichlet(20, 0.02, min_per_client=minimum))
     assert train.sum(1).min() >= minimum
     assert (train.sum(0) == 100).all()
     assert test.sum(1).min() >= 1
 
 
 def test_dirichlet_minimum_per_class():
-    train, _ = split(Dirichlet(20, 0.02, min_per_class=2))
+    train, _ = split_table(Dirichlet(20, 0.02, min_per_class=2))
     assert train.min() >= 2
     assert (train.sum(0) == 100).all()
-    train, _ = split(Dirichlet(20, 0.02, min_per_class=2, min_per_client=45))
+    train, _ = split_table(Dirichlet(20, 0.02, min_per_class=2, min_per_client=45))
     assert train.min() >= 2
     assert train.sum(1).min() >= 45
 
 
 def test_shards_have_their_number_of_classes_and_share_them_evenly():
-    train, test = split(Shards(20, 3))
+    train, test = split_table(Shards(20, 3))
     assert ((train > 0).sum(1) == 3).all()
     assert ((train > 0).sum(0) == 6).all()
     assert set(train[train > 0]) == {16, 17}
@@ -211,7 +211,7 @@ def test_shards_have_their_number_of_classes_and_share_them_evenly():
 
 
 def test_shards_with_as_many_classes_as_there_are():
-    train, _ = split(Shards(4, K))
+    train, _ = split_table(Shards(4, K))
     assert (train == 25).all()
 
 
@@ -219,7 +219,7 @@ def test_shards_with_as_many_classes_as_there_are():
     ("clients", "fraction", "main", "others"), [(20, 0.5, 25, (2, 3)), (10, 0.82, 82, (2, 2)), (10, 1.0, 100, (0, 0))]
 )
 def test_dominant_class_has_its_fraction(clients, fraction, main, others):
-    train, test = split(DominantClass(clients, fraction))
+    train, test = split_table(DominantClass(clients, fraction))
     largest = train.argmax(1)
     assert (np.bincount(largest, minlength=K) == clients // K).all()
     assert (train.max(1) == main).all()
@@ -231,7 +231,7 @@ def test_dominant_class_has_its_fraction(clients, fraction, main, others):
 
 
 def test_dominant_class_with_more_of_some_classes_than_clients():
-    train, _ = split(DominantClass(13, 0.5))
+    train, _ = split_table(DominantClass(13, 0.5))
     assert (np.abs(train.max(1) / train.sum(1) - 0.5) < 0.02).all()
     assert (train.sum(0) <= 100).all()
 
@@ -282,7 +282,7 @@ def test_dirichlet_divides_by_a_column_in_place_of_the_labels():
     alone = Dirichlet(5, 0.3, column="ward").split(train, Split(test.labels[:0], test.index[:0]), 1)
     assert [client_rows.tolist() for client_rows in alone[0]] == [client_rows.tolist() for client_rows in by_name[0]]
     with pytest.raises(ValueError, match="no column 'bed'"):
-        split(Dirichlet(5, 0.3, column="bed"))
+        split_table(Dirichlet(5, 0.3, column="bed"))
 
 
 def test_rare_values_of_a_column_are_one_class():
@@ -404,14 +404,14 @@ def test_wrong_options_are_rejected(call, option, value):
 @pytest.mark.parametrize(
     ("divide", "words"),
     [
-        (lambda: split(IID(1001)), r"1001 clients.*1000.*num_clients"),
-        (lambda: split(Dirichlet(501, 1)), "501 clients with at least 2 .* need 1002"),
-        (lambda: split(Dirichlet(60, 1, min_per_class=2)), "smallest class has 100 samples"),
-        (lambda: split(Shards(20, 11)), "at most 10 classes per client"),
-        (lambda: split(Shards(2, 2)), "at least one client for every class"),
-        (lambda: split(Shards(600, 5), 100), "a class has 100 samples for 300 clients"),
+        (lambda: split_table(IID(1001)), r"1001 clients.*1000.*num_clients"),
+        (lambda: split_table(Dirichlet(501, 1)), "501 clients with at least 2 .* need 1002"),
+        (lambda: split_table(Dirichlet(60, 1, min_per_class=2)), "smallest class has 100 samples"),
+        (lambda: split_table(Shards(20, 11)), "at most 10 classes per client"),
+        (lambda: split_table(Shards(2, 2)), "at least one client for every class"),
+        (lambda: split_table(Shards(600, 5), 100), "a class has 100 samples for 300 clients"),
         (lambda: DominantClass(5).split(unbalanced(), unbalanced(), 0), "21 samples of 2 classes are too few for 5"),
-        (lambda: split(ByDomain("hospital")), "no column 'hospital'"),
+        (lambda: split_table(ByDomain("hospital")), "no column 'hospital'"),
         (
             lambda: ByDomain("d", 3).split(samples(1, d=np.arange(10)), samples(1), 0),
             "domain 0 has 1 samples for 3 clients",

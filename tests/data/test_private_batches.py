@@ -24,7 +24,7 @@ PERADA = PrivateSampling((("personal", "local"),))
 TWO_PHASES = PrivateSampling((("personal",), ("local", "personal")))
 
 
-def numbered(sizes=SIZES):
+def number_samples(sizes=SIZES):
     """Client m's sample i is the number 1000 m + i + 0.5, so that a batch shows where each row comes from."""
     return [
         TensorDataset(1000.0 * client + torch.arange(size).view(-1, 1) + 0.5, torch.arange(size) % 3)
@@ -33,13 +33,13 @@ def numbered(sizes=SIZES):
 
 
 def datamodule(private=PERADA, steps=(30,), data=None, sizes=SIZES, batch_size=B, seed=5):
-    module = FederatedDataModule(data or FederatedData(numbered(sizes)), batch_size=batch_size)
+    module = FederatedDataModule(data or FederatedData(number_samples(sizes)), batch_size=batch_size)
     phases = [Phase(str(index), steps=number) for index, number in enumerate(steps)]
     module.configure_rounds(seed=seed, clients_per_round=None, phases=phases, private=private)
     return module
 
 
-def drawn(loader):
+def drawn_samples(loader):
     """For each stream and client the batches as lists of sample numbers; the padding is checked on the way."""
     seen = {}
     steps_of_phases = Counter()
@@ -60,7 +60,7 @@ def drawn(loader):
 
 
 def test_counts_are_binomial_and_streams_have_their_own():
-    seen = drawn(datamodule(steps=(1500,)).train_dataloader())
+    seen = drawn_samples(datamodule(steps=(1500,)).train_dataloader())
     assert set(seen) == {(name, client) for name in ("personal", "local") for client in range(5)}
     for (_, client), batches in seen.items():
         size = SIZES[client]
@@ -92,7 +92,7 @@ def _members(batches, size):
 
 
 def test_batches_are_those_of_the_sampler():
-    seen = drawn(datamodule().cohort_loader(datamodule().plan(3)))
+    seen = drawn_samples(datamodule().cohort_loader(datamodule().plan(3)))
     for (name, client), batches in seen.items():
         rate = min(1, B / SIZES[client])
         expected = poisson_batches(SIZES[client], rate, 30, seed=5, role=name, round=3, client=client)
@@ -101,7 +101,7 @@ def test_batches_are_those_of_the_sampler():
 
 def test_full_batches_hold_every_image_in_every_step():
     module = datamodule(batch_size="full")
-    for (_, client), batches in drawn(module.train_dataloader()).items():
+    for (_, client), batches in drawn_samples(module.train_dataloader()).items():
         assert batches == [list(range(SIZES[client]))] * 30
 
 
@@ -113,17 +113,18 @@ def test_sampling_rate():
 @pytest.mark.parametrize("private", [PERADA, replace(PERADA, sampling="shuffle")])
 def test_batches_are_functions_of_seed_round_client_and_stream(private):
     module = datamodule(private)
-    together = drawn(module.cohort_loader(module.plan(2)))
-    assert drawn(datamodule(private).cohort_loader(module.plan(2))) == together  # another process, or a resumed run
+    together = drawn_samples(module.cohort_loader(module.plan(2)))
+    # The same in another process, or a resumed run.
+    assert drawn_samples(datamodule(private).cohort_loader(module.plan(2))) == together
     for client in range(5):
-        alone = drawn(module.cohort_loader(module.plan_for([client], 2)))
+        alone = drawn_samples(module.cohort_loader(module.plan_for([client], 2)))
         assert alone == {key: batches for key, batches in together.items() if key[1] == client}
     local = datamodule(replace(private, streams=(("local",),)))
-    assert drawn(local.cohort_loader(module.plan(2))) == {
+    assert drawn_samples(local.cohort_loader(module.plan(2))) == {
         key: batches for key, batches in together.items() if key[0] == "local"
     }
     for other in (module.cohort_loader(module.plan(1)), datamodule(private, seed=6).cohort_loader(module.plan(2))):
-        changed = drawn(other)
+        changed = drawn_samples(other)
         assert all(changed[key] != together[key] for key in together if SIZES[key[1]] > B)
 
 
@@ -135,8 +136,10 @@ def test_streams_run_on_over_the_phases_they_are_in(sampling):
     items = list(module.train_dataloader())
     assert [list(item) for item in items] == [["personal"]] * 5 + [["local", "personal"]] * 7
     assert [next(iter(item.values())).phase for item in items] == [0] * 5 + [1] * 7
-    seen = drawn(items)
-    one_phase = drawn(datamodule(PrivateSampling((("personal", "local"),), sampling), steps=(12,)).train_dataloader())
+    seen = drawn_samples(items)
+    one_phase = drawn_samples(
+        datamodule(PrivateSampling((("personal", "local"),), sampling), steps=(12,)).train_dataloader()
+    )
     for client in range(5):
         assert seen["personal", client] == one_phase["personal", client]
         assert seen["local", client] == one_phase["local", client][:7]
@@ -145,7 +148,7 @@ def test_streams_run_on_over_the_phases_they_are_in(sampling):
 @pytest.mark.parametrize("secure", [False, True])
 def test_shuffled_streams_use_each_image_once_in_a_pass(secure):
     private = replace(TWO_PHASES, sampling="shuffle", secure=secure)
-    for (name, client), batches in drawn(datamodule(private, steps=(5, 7)).train_dataloader()).items():
+    for (name, client), batches in drawn_samples(datamodule(private, steps=(5, 7)).train_dataloader()).items():
         begun = 0
         used = set()
         for batch in batches:
@@ -161,9 +164,9 @@ def test_shuffled_streams_use_each_image_once_in_a_pass(secure):
 def test_secure_batches_are_new_each_time_and_equal_within_a_loader():
     module = datamodule(replace(PERADA, secure=True))
     loader = module.train_dataloader()
-    first = drawn(loader)
-    assert drawn(loader) == first
-    again = drawn(module.train_dataloader())
+    first = drawn_samples(loader)
+    assert drawn_samples(loader) == first
+    again = drawn_samples(module.train_dataloader())
     assert all(again[key] != first[key] for key in first if SIZES[key[1]] > B)
 
 
@@ -230,14 +233,14 @@ class Shaken(Dataset):
 def test_secure_transforms_of_a_dataset_do_not_go_by_a_known_key(secure):
     """By a known key one tells what every other image became, with image 0 and without it. No clipping bounds that."""
 
-    def drawn():
+    def draw():
         data = FederatedData([Shaken(0)], num_classes=2)
         module = FederatedDataModule(data, batch_size="full")
         private = replace(PERADA, secure=secure)
         module.configure_rounds(seed=3, clients_per_round=None, phases=[Phase(steps=2)], private=private)
         return [batch["local"].x[0].flatten(1) for batch in module.train_dataloader()]
 
-    (one, later), (again, _) = drawn(), drawn()
+    (one, later), (again, _) = draw(), draw()
     assert torch.equal(one.floor(), again.floor())  # the same images
     assert not (one == later).any()  # a step draws anew
     assert torch.equal(one, again) != secure
@@ -274,14 +277,14 @@ def images(sizes, side=6, seed=0):
     ]
 
 
-def prepared(private=PERADA, **options):
+def prepare_module(private=PERADA, **options):
     module = FederatedDataModule(FederatedData(images((9, 30, 14))), batch_size=3, **options)
     module.configure_rounds(seed=3, clients_per_round=None, phases=[Phase(steps=20)], private=private)
     return module
 
 
 def test_padding_is_zero_once_prepared():
-    module = prepared(flip=True, crop_padding=1, image_size=8)
+    module = prepare_module(flip=True, crop_padding=1, image_size=8)
     least = set()
     for item in module.train_dataloader():
         ready = module.on_after_batch_transfer(item, 0)
@@ -298,7 +301,7 @@ def test_padding_is_zero_once_prepared():
 
 
 def test_without_augmentation_images_are_only_scaled():
-    module = prepared()
+    module = prepare_module()
     for item in module.train_dataloader():
         for name, batch in module.prepare(item).items():
             for row, count in enumerate(batch.counts):
@@ -307,7 +310,7 @@ def test_without_augmentation_images_are_only_scaled():
 
 
 def test_augmentation_is_each_clients_and_each_streams_own():
-    module = prepared(flip=True, crop_padding=1)
+    module = prepare_module(flip=True, crop_padding=1)
     together = [module.prepare(item) for item in module.cohort_loader(module.plan(1))]
     for client in range(3):
         alone = [module.prepare(item) for item in module.cohort_loader(module.plan_for([client], 1))]
@@ -322,10 +325,10 @@ def test_augmentation_is_each_clients_and_each_streams_own():
 
 
 def test_secure_augmentation_does_not_follow_from_the_seed():
-    module = prepared(flip=True, crop_padding=1)
+    module = prepare_module(flip=True, crop_padding=1)
     private = replace(PERADA, secure=True)
     item = next(item for item in module.train_dataloader() if min(item["local"].counts) > 1)
-    secure = prepared(private, flip=True, crop_padding=1)
+    secure = prepare_module(private, flip=True, crop_padding=1)
     assert torch.equal(module.prepare(item)["local"].x, module.prepare(item)["local"].x)
     drawn = [secure.prepare(item)["local"].x for _ in range(3)]
     assert not (torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[1], drawn[2]))
@@ -335,7 +338,7 @@ def test_without_privacy_nothing_is_changed():
     plain = datamodule(private=None)
     for batch in plain.train_dataloader():
         assert isinstance(batch, CohortBatch)
-    assert drawn(plain.cohort_loader(plain.plan(0), PERADA)) == drawn(datamodule().train_dataloader())
+    assert drawn_samples(plain.cohort_loader(plain.plan(0), PERADA)) == drawn_samples(datamodule().train_dataloader())
 
 
 def test_streams_are_named_for_each_phase():

@@ -38,7 +38,7 @@ class OneByOne(Dataset):
         return self.images[index]
 
 
-def served(public=None, **options):
+def make_datamodule(public=None, **options):
     clients = [TensorDataset(drawn_images(4, seed=client), torch.arange(4) % 3) for client in (1, 2)]
     options = {"batch_size": 2, "crop_padding": PADDING, "flip": True, "augment_public": True} | options
     return FederatedDataModule(FederatedData(clients, public=public or OneByOne(drawn_images(COUNT))), **options)
@@ -66,7 +66,7 @@ def as_stored(images):
 @pytest.mark.parametrize("kind", [OneByOne, TensorDataset])
 def test_each_step_sees_a_version_of_each_image_and_all_versions_occur(kind):
     stored = drawn_images(COUNT)
-    datamodule = served(kind(stored))
+    datamodule = make_datamodule(kind(stored))
     seen = {position: set() for position in range(COUNT)}
     for round in range(6):
         indices = datamodule.public_indices(round, steps=20, batch_size="full")
@@ -83,19 +83,19 @@ def test_each_step_sees_a_version_of_each_image_and_all_versions_occur(kind):
 
 
 def test_versions_are_drawn_for_each_image_of_a_step_by_itself():
-    datamodule = served(TensorDataset(drawn_images(1).repeat(40, 1, 1, 1)))
+    datamodule = make_datamodule(TensorDataset(drawn_images(1).repeat(40, 1, 1, 1)))
     (rows,) = datamodule.public_indices(0, steps=1, batch_size="full")
     assert len(datamodule.public_images(rows).unique(dim=0)) > 10  # of 18
 
 
 def test_an_index_names_one_image_however_it_is_read():
-    datamodule = served()
+    datamodule = make_datamodule()
     indices = datamodule.public_indices(2, steps=3, batch_size=5).flatten()
     assert torch.equal(datamodule.public_indices(2, 3, 5).flatten(), indices)
     together = datamodule.public_images(indices)
     alone = torch.cat([datamodule.public_images(index.reshape(1)) for index in indices])
     assert torch.equal(together, alone)
-    again = served()
+    again = make_datamodule()
     assert torch.equal(again.public_images(indices.flip(0)), together.flip(0))
     assert not set(indices.tolist()) & set(datamodule.public_indices(3, 3, 5).flatten().tolist())
 
@@ -103,7 +103,7 @@ def test_an_index_names_one_image_however_it_is_read():
 @pytest.mark.parametrize(("options", "padding"), [({"flip": False}, PADDING), ({"crop_padding": 0}, 0)])
 def test_public_images_are_changed_as_clients_images_are(options, padding):
     stored = drawn_images(COUNT)
-    datamodule = served(OneByOne(stored), **options)
+    datamodule = make_datamodule(OneByOne(stored), **options)
     for rows in datamodule.public_indices(0, 20, "full"):
         for index, image in zip(rows.tolist(), as_stored(datamodule.public_images(rows)), strict=True):
             known = versions(stored[index % COUNT, 0], padding, flip=options.get("flip", True))
@@ -113,7 +113,7 @@ def test_public_images_are_changed_as_clients_images_are(options, padding):
 @pytest.mark.parametrize("augment", [False, True])
 def test_positions_stand_for_the_stored_images(augment):
     """Diagnostics and checks look at the set itself."""
-    datamodule = served(augment_public=augment)
+    datamodule = make_datamodule(augment_public=augment)
     images = datamodule.public_images(torch.arange(COUNT))
     assert torch.equal(as_stored(images), drawn_images(COUNT))
     if not augment:
@@ -129,7 +129,7 @@ def test_teachers_and_student_see_the_same_images(kind, mode):
 
     torch.manual_seed(0)
     student, *teachers = [network() for _ in range(3)]
-    datamodule = served()
+    datamodule = make_datamodule()
     options = Distillation(3, batch_size=4, lr=0.1, optimizer="sgd", schedule="constant", teacher_mode=mode)
     distiller = Distiller(Engine(network(), kind), options, parameter_keys(student), datamodule, DistillationRound(1))
     refined = distiller(get_state(student), stack([get_state(teacher) for teacher in teachers]))
@@ -208,12 +208,12 @@ def test_augmented_public_images_cost_private_training_nothing(tiny):
 
 def test_augmentation_of_public_images_needs_something_to_do():
     with pytest.raises(ValueError, match=r"augment_public=True.*flip or crop_padding"):
-        served(flip=False, crop_padding=0)
+        make_datamodule(flip=False, crop_padding=0)
     with rejects("augment_public", True):
         Preparation(augment_public=True)
 
 
 def test_augmentation_of_public_vectors_is_rejected():
-    datamodule = served(TensorDataset(torch.rand(5, 6)))
+    datamodule = make_datamodule(TensorDataset(torch.rand(5, 6)))
     with pytest.raises(ValueError, match=r"\(6,\).*crop_padding, flip, mixup and cutmix"):
         datamodule.setup()

@@ -111,7 +111,7 @@ def test_a_part_without_images_is_named():
         len(RandomPart(Patients(), start=0.5, stop=0.501))
 
 
-def divided(data_seed, **options):
+def divide_images(data_seed, **options):
     """The images of each client's training and test sets, and of the server, as sets of bytes."""
     clients = RandomPart(Digits(), start=0.2, **options)
     data = FederatedDataModule(
@@ -132,14 +132,14 @@ def divided(data_seed, **options):
 
 def test_one_seed_draws_a_new_division_of_everything():
     """Training, test and public images, of which another seed used to move only a part."""
-    first = divided(0)
-    assert divided(0) == first
-    assert divided(0, seed=0) == first
-    for before, after in zip(first, divided(1), strict=True):
+    first = divide_images(0)
+    assert divide_images(0) == first
+    assert divide_images(0, seed=0) == first
+    for before, after in zip(first, divide_images(1), strict=True):
         # By chance at most the larger share is in both, which here is about 60 %.
         assert len(before & after) < 0.75 * len(after)
     # A seed of their own fixes the sets, whatever the data module's.
-    assert divided(1, seed=0) == first
+    assert divide_images(1, seed=0) == first
 
 
 def test_sets_within_sets_get_the_seed():

@@ -17,7 +17,7 @@ SIZES = (7, 20, 3, 11, 20)
 B = 4
 
 
-def numbered(sizes=SIZES):
+def number_samples(sizes=SIZES):
     """Client m's sample i is the number 1000 m + i, so that a batch shows where each row comes from."""
     return [
         TensorDataset(1000.0 * client + torch.arange(size).view(-1, 1) + 0.5, torch.arange(size) % 3)
@@ -29,7 +29,7 @@ TWO_EPOCHS = (Phase(epochs=2),)
 
 
 def datamodule(phases=TWO_EPOCHS, clients_per_round=None, batch_size=B, seed=5, **options):
-    module = FederatedDataModule(FederatedData(train=numbered()), batch_size=batch_size, **options)
+    module = FederatedDataModule(FederatedData(train=number_samples()), batch_size=batch_size, **options)
     module.configure_rounds(seed=seed, clients_per_round=clients_per_round, phases=phases, image_config=None)
     return module
 

@@ -138,14 +138,14 @@ def test_missing_files_are_named(tmp_path):
         _ = Shakespeare(str(tmp_path)).images
 
 
-def served(root, **options):
+def make_datamodule(root, **options):
     return FederatedDataModule(
         dataset=Shakespeare(str(root)), partition=ByDomain("client"), **{"batch_size": "full"} | options
     )
 
 
 def test_every_role_is_a_client_and_tokens_reach_the_model_as_they_are(root):
-    data = served(root, batch_size=4)
+    data = make_datamodule(root, batch_size=4)
     data.setup()
     assert data.train_sizes == (5, 7, 9)  # in the order of the names
     assert [len(rows) for rows in data.partition_dict()["test"]] == [2, 0, 3]
@@ -216,8 +216,8 @@ def assert_close(state, expected, start):
     ],
 )
 def test_two_rounds_are_those_of_a_plain_loop(root, algorithm, engine):
-    run = finetune(served(root), algorithm, engine=engine)
-    start = finetune(served(root), algorithm, rounds=0)
+    run = finetune(make_datamodule(root), algorithm, engine=engine)
+    start = finetune(make_datamodule(root), algorithm, rounds=0)
     model = start.global_model()
     clients = clients_of(root)
     w = start.state("global")
@@ -238,8 +238,8 @@ def test_two_rounds_are_those_of_a_plain_loop(root, algorithm, engine):
 def test_two_rounds_of_an_ensemble_are_those_of_a_plain_loop(root):
     """One stratum: all clients train mode 0 in one round of the age, and mode 1 in the other."""
     options = {"algorithm_options": {"modes": 2, "strata": 1}}
-    run = finetune(served(root), "fed_ensemble", **options)
-    start = finetune(served(root), "fed_ensemble", rounds=0, **options)
+    run = finetune(make_datamodule(root), "fed_ensemble", **options)
+    start = finetune(make_datamodule(root), "fed_ensemble", rounds=0, **options)
     clients = clients_of(root)
     first = start.states("global")
     model = start.global_model().members[0]
@@ -254,7 +254,7 @@ def test_two_rounds_of_an_ensemble_are_those_of_a_plain_loop(root):
 
 @pytest.mark.slow
 def test_perada_distils_on_public_sequences_and_measures_them(root):
-    data = served(root, public_fraction=0.2, batch_size=4)
+    data = make_datamodule(root, public_fraction=0.2, batch_size=4)
     (result,) = finetune(
         data, "perada", rounds=1, distill_steps=10, distill_lr=3e-5, distill_batch_size="full", diagnostics=True
     ).metrics["rounds"]
@@ -265,7 +265,7 @@ def test_perada_distils_on_public_sequences_and_measures_them(root):
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["head", "lora"])
 def test_adapters_are_trained_and_saved(root, tmp_path, adapter):
-    run = finetune(served(root), "perada_no_kd", adapter=adapter)
+    run = finetune(make_datamodule(root), "perada_no_kd", adapter=adapter)
     loaded = perada.Run.load(run.save(tmp_path / "run"))
     x = Shakespeare(str(root)).images
     for client in range(3):
@@ -275,7 +275,7 @@ def test_adapters_are_trained_and_saved(root, tmp_path, adapter):
 
 @pytest.mark.slow
 def test_features_of_the_frozen_part_give_the_same_run(root):
-    kept, anew = (finetune(served(root), "fedavg", adapter="head", cache_features=on) for on in (True, False))
+    kept, anew = (finetune(make_datamodule(root), "fedavg", adapter="head", cache_features=on) for on in (True, False))
     for key, value in kept.state("global").items():
         torch.testing.assert_close(value, anew.state("global")[key], rtol=1e-5, atol=1e-6)
     assert kept.metrics["rounds"][-1]["train/local_loss"] == pytest.approx(
@@ -317,12 +317,12 @@ def test_tokens_and_images_in_the_wrong_place_are_rejected_at_setup(x, backbone,
 @pytest.mark.parametrize("privacy", ["privacy", "client_privacy"])
 def test_texts_are_rejected_where_training_is_private(root, privacy):
     with pytest.raises(ValueError, match=rf"^{privacy}: texts"):
-        finetune(served(root), "fedavg", **{privacy: {"noise_multiplier": 1.0}})
+        finetune(make_datamodule(root), "fedavg", **{privacy: {"noise_multiplier": 1.0}})
 
 
 def test_texts_are_not_mirrored(root):
     with pytest.raises(ValueError, match=r"\(80,\).*crop_padding, flip, mixup and cutmix"):
-        finetune(served(root, flip=True), "fedavg")
+        finetune(make_datamodule(root, flip=True), "fedavg")
 
 
 SMALL = ["--trainer.fast_dev_run=true", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]

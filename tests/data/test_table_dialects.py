@@ -13,7 +13,7 @@ HEADER = list(CELLS)
 ROWS = [list(row) for row in zip(*CELLS.values(), strict=True)]
 
 
-def written(delimiter=",", newline="\n", quoting=csv.QUOTE_MINIMAL, header=HEADER, rows=ROWS):
+def write_csv(delimiter=",", newline="\n", quoting=csv.QUOTE_MINIMAL, header=HEADER, rows=ROWS):
     """A table as the standard library writes it."""
     file = io.StringIO(newline="")
     writer = csv.writer(file, delimiter=delimiter, lineterminator=newline, quoting=quoting)
@@ -22,7 +22,7 @@ def written(delimiter=",", newline="\n", quoting=csv.QUOTE_MINIMAL, header=HEADE
     return file.getvalue()
 
 
-def read(tmp_path, text, name="table.csv", encoding="utf-8"):
+def read_columns(tmp_path, text, name="table.csv", encoding="utf-8"):
     path = tmp_path / name
     path.write_bytes(text.encode(encoding))
     columns, _ = read_table(path)
@@ -37,28 +37,28 @@ def excel_rows(text):
 def r_table(delimiter):
     """``write.table(col.names=TRUE)`` of R: the header has no field for the names of rows."""
     rows = [[str(number), *row] for number, row in enumerate(ROWS, 1)]
-    return written(delimiter, quoting=csv.QUOTE_ALL, rows=rows)
+    return write_csv(delimiter, quoting=csv.QUOTE_ALL, rows=rows)
 
 
 DIALECTS = {
-    "comma": written(),
-    "semicolon": written(";"),
-    "semicolon, Windows": written(";", "\r\n"),
-    "tab": written("\t", "\r\n"),
-    "bar": written("|"),
-    "all quoted": written(";", quoting=csv.QUOTE_ALL),
-    "old Macintosh": written(";", "\r").replace("\n", " "),
-    "sep": "sep=;\r\n" + written(";", "\r\n"),
-    "SEP, quoted": '"SEP=;"\r\n' + written(";", "\r\n"),
-    "sep of tabs": "sep=\t\n" + written("\t"),
-    "sep of another character": "sep=#\n" + written("#"),
-    "trailing delimiters": excel_rows(written(";", "\r\n")),
-    "trailing delimiters of rows": excel_rows(written(";", "\r\n")).replace("label;\r\n", "label\r\n", 1),
-    "rows without content": written(";", "\r\n") + ";;\r\n\r\n;;\r\n",
-    "blank lines first": "\n\n" + written(),
+    "comma": write_csv(),
+    "semicolon": write_csv(";"),
+    "semicolon, Windows": write_csv(";", "\r\n"),
+    "tab": write_csv("\t", "\r\n"),
+    "bar": write_csv("|"),
+    "all quoted": write_csv(";", quoting=csv.QUOTE_ALL),
+    "old Macintosh": write_csv(";", "\r").replace("\n", " "),
+    "sep": "sep=;\r\n" + write_csv(";", "\r\n"),
+    "SEP, quoted": '"SEP=;"\r\n' + write_csv(";", "\r\n"),
+    "sep of tabs": "sep=\t\n" + write_csv("\t"),
+    "sep of another character": "sep=#\n" + write_csv("#"),
+    "trailing delimiters": excel_rows(write_csv(";", "\r\n")),
+    "trailing delimiters of rows": excel_rows(write_csv(";", "\r\n")).replace("label;\r\n", "label\r\n", 1),
+    "rows without content": write_csv(";", "\r\n") + ";;\r\n\r\n;;\r\n",
+    "blank lines first": "\n\n" + write_csv(),
     "R": r_table(","),
     "R, write.csv2": r_table(";"),
-    "spaces in the header": written(";").replace("path;age, years;label", "path ; age, years ; label"),
+    "spaces in the header": write_csv(";").replace("path;age, years;label", "path ; age, years ; label"),
 }
 
 
@@ -68,21 +68,24 @@ def test_a_dialect_is_read(tmp_path, kind, encoding):
     expected = {name: list(cells) for name, cells in CELLS.items()}
     if kind == "old Macintosh":
         expected["label"][1] = "y z"
-    assert read(tmp_path, DIALECTS[kind], encoding=encoding) == expected
+    assert read_columns(tmp_path, DIALECTS[kind], encoding=encoding) == expected
 
 
 def test_a_tsv_may_be_separated_otherwise(tmp_path):
     for delimiter in "\t,;":
-        assert read(tmp_path, written(delimiter), "table.tsv") == CELLS
+        assert read_columns(tmp_path, write_csv(delimiter), "table.tsv") == CELLS
 
 
 def test_two_columns_with_a_comma_in_each_cell(tmp_path):
     text = "path;height, cm\na.png;1,5\nb.png;2,5\n"
-    assert read(tmp_path, text) == {"path": ["a.png", "b.png"], "height, cm": ["1,5", "2,5"]}
+    assert read_columns(tmp_path, text) == {"path": ["a.png", "b.png"], "height, cm": ["1,5", "2,5"]}
 
 
 def test_labels_with_bars_are_no_delimiters(tmp_path):
-    assert read(tmp_path, "path,label\na.png,x|y\nb.png,x\n") == {"path": ["a.png", "b.png"], "label": ["x|y", "x"]}
+    assert read_columns(tmp_path, "path,label\na.png,x|y\nb.png,x\n") == {
+        "path": ["a.png", "b.png"],
+        "label": ["x|y", "x"],
+    }
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_labels_with_bars_are_no_delimiters(tmp_path):
 )
 def test_a_damaged_table_is_named_with_its_row(tmp_path, text, message):
     with pytest.raises(ValueError, match=rf"table\.csv.*{message}"):
-        read(tmp_path, text)
+        read_columns(tmp_path, text)
 
 
 def test_rows_are_numbered_as_in_the_file(tmp_path):
@@ -113,4 +116,4 @@ def test_rows_are_numbered_as_in_the_file(tmp_path):
 
 def test_a_table_without_names_of_columns_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"'a\.png'; add a line"):
-        read(tmp_path, "a.png,cat\nb.png,dog\n")
+        read_columns(tmp_path, "a.png,cat\nb.png,dog\n")

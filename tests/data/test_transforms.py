@@ -79,7 +79,7 @@ def test_what_is_no_image(image, words):
         to_image(image)
 
 
-def shifted(image, top, left, mirrored, padding):
+def shift_by_pixel(image, top, left, mirrored, padding):
     """One image within its border of zeros, pixel by pixel."""
     _, height, width = image.shape
     result = torch.zeros_like(image)
@@ -96,7 +96,7 @@ def test_augmentation_equals_a_plain_loop():
     images = random_images(12, 3, 5, 6)
     crops = draw_crops(12, True, 2, generator(0, "test"))
     assert len({tuple(crop) for crop in crops.tolist()}) > 6
-    expected = [shifted(image, *crop, 2) for image, crop in zip(images, crops.tolist(), strict=True)]
+    expected = [shift_by_pixel(image, *crop, 2) for image, crop in zip(images, crops.tolist(), strict=True)]
     assert torch.equal(augment(images, crops, 2), torch.stack(expected))
 
 
@@ -120,7 +120,7 @@ def test_a_clients_augmentation_depends_on_round_client_and_step_alone():
     for row, client in enumerate((4, 9)):
         assert torch.equal(prepare(cohort((client,), (6,), x[row : row + 1])).x[0], both[row])
         crops = draw_crops(6, True, 2, generator(7, "augment", 2, client, 3)).tolist()
-        plain = torch.stack([shifted(image, *crop, 2) for image, crop in zip(x[row], crops, strict=True)])
+        plain = torch.stack([shift_by_pixel(image, *crop, 2) for image, crop in zip(x[row], crops, strict=True)])
         torch.testing.assert_close(both[row], plain / 127.5 - 1)
     assert not torch.equal(prepare(cohort((4, 9), (6, 6), x, step=4)).x, both)
 

@@ -27,7 +27,7 @@ class Drawn(Dataset):
 
 
 @pytest.fixture
-def started(monkeypatch):
+def started_processes(monkeypatch):
     """A list that grows with each process that is started."""
     processes = []
     start = multiprocessing.process.BaseProcess.start
@@ -60,22 +60,22 @@ def assert_equal(batches, expected):
         assert torch.equal(batch.x, other.x) and torch.equal(batch.y, other.y)
 
 
-def test_workers_are_started_once(started):
+def test_workers_are_started_once(started_processes):
     expected = rounds(module(0))
-    assert not started
+    assert not started_processes
     data = module(2)
     data.setup()
-    assert len(started) == 2  # one pass over all images, whatever the number of clients
+    assert len(started_processes) == 2  # one pass over all images, whatever the number of clients
     assert_equal(rounds(data), expected)
     # Two processes read training images and two test images.
-    assert len(started) == 6
+    assert len(started_processes) == 6
     data.teardown()
-    for process in started:
+    for process in started_processes:
         process.join(10)
         assert process.exitcode is not None
 
 
-def test_passes_may_be_nested_and_abandoned(started):
+def test_passes_may_be_nested_and_abandoned(started_processes):
     data = module(1)
     plain = module(0)
     expected = list(plain.val_dataloader())
@@ -83,10 +83,10 @@ def test_passes_may_be_nested_and_abandoned(started):
     pairs = list(zip(loader, data.val_dataloader(), strict=True))
     for side in zip(*pairs, strict=True):
         assert_equal(side, expected)
-    before = len(started)
+    before = len(started_processes)
     next(iter(loader))
     assert_equal(list(loader), expected)
-    assert len(started) == before
+    assert len(started_processes) == before
     first, second = (data.cohort_loader(data.plan_for((0, 1, 2), round)) for round in (0, 1))
     assert_equal(list(second), list(plain.cohort_loader(plain.plan_for((0, 1, 2), 1))))
     assert_equal(list(first), list(plain.cohort_loader(plain.plan_for((0, 1, 2), 0))))
@@ -102,11 +102,11 @@ class Squares(Dataset):
         return request**2
 
 
-def test_a_pool_goes_on_after_an_error(started):
+def test_a_pool_goes_on_after_an_error(started_processes):
     pool = WorkerPool(Squares(), 1, None)
     assert list(pool.answers([1, 2, 3])) == [1, 4, 9]
     with pytest.raises(ValueError, match="negative"):
         list(pool.answers([1, -1, 3]))
     assert list(pool.answers([4, 5])) == [16, 25]
     assert list(pool.answers([])) == []
-    assert len(started) == 2  # the second one after the error
+    assert len(started_processes) == 2  # the second one after the error

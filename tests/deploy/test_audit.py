@@ -60,7 +60,7 @@ def note(log, place):
     log.append(message(place), reply, trained=0, commits=0, spent=lambda order: None)
 
 
-def written(folder, count):
+def write_log(folder, count):
     """A log of so many lines."""
     folder.mkdir(exist_ok=True)
     log = AuditLog(folder)
@@ -176,7 +176,7 @@ TOUCHED = {
 
 @pytest.mark.parametrize("how", TOUCHED)
 def test_a_log_that_was_touched_is_found(how, tmp_path, capsys):
-    (touch, finds), folder = TOUCHED[how], written(tmp_path / "state", 7)
+    (touch, finds), folder = TOUCHED[how], write_log(tmp_path / "state", 7)
     main(["deploy", "audit", str(folder)])
     output = capsys.readouterr().out
     assert "7 lines" in output and verified(folder)[-1]["sha256"] in output
@@ -189,8 +189,8 @@ def test_a_log_that_was_touched_is_found(how, tmp_path, capsys):
 
 
 def test_lines_that_were_written_anew_are_found_by_the_head_and_by_a_hash_that_was_noted(tmp_path, capsys):
-    folder = written(tmp_path / "state", 4)
-    other = written(tmp_path / "other", 4)
+    folder = write_log(tmp_path / "state", 4)
+    other = write_log(tmp_path / "other", 4)
     noted = verified(folder)[1]["sha256"]
     main(["deploy", "audit", str(folder), "--noted", noted])
     shutil.copy(other / LOG, folder / LOG)
@@ -210,7 +210,7 @@ def test_lines_that_were_written_anew_are_found_by_the_head_and_by_a_hash_that_w
 
 @pytest.mark.slow
 def test_the_program_ends_with_status_1_and_one_line(tmp_path, capsys):
-    folder = written(tmp_path / "state", 3)
+    folder = write_log(tmp_path / "state", 3)
     main(["deploy", "audit", str(folder), "--json"])
     assert capsys.readouterr().out == (folder / LOG).read_text()
     (folder / LOG).write_bytes(b"".join(line + b"\n" for line in lines_of(folder)[1:]))
@@ -223,7 +223,7 @@ def test_the_program_ends_with_status_1_and_one_line(tmp_path, capsys):
 @pytest.mark.parametrize("size", [1, 40, -1])
 def test_a_torn_line_stays_and_the_next_one_says_so(size, tmp_path, monkeypatch):
     """The process ends, or the disk is full, after ``size`` bytes of a line."""
-    folder = written(tmp_path / "state", 2)
+    folder = write_log(tmp_path / "state", 2)
     before = (folder / LOG).read_bytes()
     real = os.write
 
@@ -271,7 +271,7 @@ def test_whatever_step_of_a_line_is_the_last_the_chain_is_whole(tmp_path, monkey
     steps = 0
     for first in range(1, 16):
         for second in (0, 1, 2, 3, 4):
-            folder = written(tmp_path / f"{first}-{second}", 2)
+            folder = write_log(tmp_path / f"{first}-{second}", 2)
             for stop in filter(None, (first, second)):
                 with monkeypatch.context() as patch:
                     calls.clear()

@@ -32,7 +32,7 @@ def one_more(images, labels):
     return torch.cat([images, images[:1]]), torch.cat([labels, labels[:1]])
 
 
-def restarted(deployment, change, part="train", allow=()):
+def restart_worker(deployment, change, part="train", allow=()):
     """The worker of the first site, whose data have changed since it ran."""
     datasets = list(getattr(deployment.whole, part))
     datasets[0] = TensorDataset(*change(*datasets[0].tensors))
@@ -42,7 +42,7 @@ def restarted(deployment, change, part="train", allow=()):
     return worker
 
 
-def trained(tiny, tmp_path, loop=None):
+def train_first_site(tiny, tmp_path, loop=None):
     """The parties of a run in which the first site has trained a round; its worker has ended."""
     deployment = Parties(tiny, tmp_path, "ditto", rounds=3, loop=loop or {})
     worker = deployment.worker(0)
@@ -66,9 +66,9 @@ def code(worker, round):
     ],
 )
 def test_a_run_does_not_go_on_with_others(tiny, tmp_path, caplog, change, part, message):
-    deployment = trained(tiny, tmp_path)
+    deployment = train_first_site(tiny, tmp_path)
     before = (tmp_path / "site0" / "state.safetensors").read_bytes()
-    worker = restarted(deployment, change, part)
+    worker = restart_worker(deployment, change, part)
     assert code(worker, 1) == "other"
     assert message in caplog.text and "resume_allow: [images]" in caplog.text
     assert (tmp_path / "site0" / "state.safetensors").read_bytes() == before
@@ -76,13 +76,13 @@ def test_a_run_does_not_go_on_with_others(tiny, tmp_path, caplog, change, part, 
 
 
 def test_with_the_same_images_it_goes_on(tiny, tmp_path):
-    deployment = trained(tiny, tmp_path)
-    assert code(restarted(deployment, lambda *tensors: [tensor.clone() for tensor in tensors]), 1) == "ok"
+    deployment = train_first_site(tiny, tmp_path)
+    assert code(restart_worker(deployment, lambda *tensors: [tensor.clone() for tensor in tensors]), 1) == "ok"
 
 
 def test_the_site_can_accept_the_change(tiny, tmp_path, caplog):
-    deployment = trained(tiny, tmp_path)
-    worker = restarted(deployment, other_images, allow=["images"])
+    deployment = train_first_site(tiny, tmp_path)
+    worker = restart_worker(deployment, other_images, allow=["images"])
     assert code(worker, 1) == "ok"
     assert "the run continues with the new ones, as resume_allow permits" in caplog.text
     state = read_state(tmp_path / "site0" / "state.safetensors")[0]
@@ -99,7 +99,7 @@ def test_a_private_run_never_goes_on_with_others(tiny, tmp_path, caplog, loop, a
     worker = deployment.worker(0)
     assert code(worker, 0) == "ok"
     worker.store.close()
-    assert code(restarted(deployment, other_images, allow=allow), 1) == "other"
+    assert code(restart_worker(deployment, other_images, allow=allow), 1) == "other"
     assert "its noise and ledgers are tied to those" in caplog.text
 
 

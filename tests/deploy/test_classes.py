@@ -24,7 +24,7 @@ CLASSES = ["malignant", "benign", "normal"]
 BRIGHT = {"malignant": 40, "benign": 120, "normal": 200}
 
 
-def written(folder, recipe, images):
+def write_site(folder, recipe, images):
     """A site's file, with images whose brightness tells their class."""
     for name, bright in images.items():
         (folder / "images" / name).mkdir(parents=True)
@@ -46,7 +46,7 @@ def naming(**options):
 
 
 def test_a_site_that_misses_a_class_has_the_others_by_their_names(tmp_path):
-    path, given = written(tmp_path, naming(), {name: BRIGHT[name] for name in ("normal", "benign")})
+    path, given = write_site(tmp_path, naming(), {name: BRIGHT[name] for name in ("normal", "benign")})
     data = site_recipe(path, given).data
     data.setup()
     assert (data.num_classes, data.classes) == (3, CLASSES)
@@ -61,13 +61,13 @@ def test_a_site_that_misses_a_class_has_the_others_by_their_names(tmp_path):
 
 
 def test_a_site_with_another_class_is_rejected_by_name(tmp_path):
-    path, given = written(tmp_path, naming(), {"normal": 200, "melanoma": 40})
+    path, given = write_site(tmp_path, naming(), {"normal": 200, "melanoma": 40})
     with pytest.raises(ValueError, match=r"melanoma, .*malignant, benign, normal"):
         site_recipe(path, given)
 
 
 def test_a_recipe_on_a_set_whose_classes_are_known_names_them(tmp_path):
-    path, given = written(tmp_path, RECIPE, {"3": 40, "1": 120})
+    path, given = write_site(tmp_path, RECIPE, {"3": 40, "1": 120})
     data = site_recipe(path, given).data
     data.setup()
     assert data.classes == list("0123456789")
@@ -75,7 +75,7 @@ def test_a_recipe_on_a_set_whose_classes_are_known_names_them(tmp_path):
 
 
 def test_the_server_counts_the_classes_that_a_recipe_names(tmp_path):
-    path, _ = written(tmp_path, naming(), {"normal": 200})
+    path, _ = write_site(tmp_path, naming(), {"normal": 200})
     given = server_recipe(str(path))  # the folder of its images is not there
     assert (given.num_classes, given.classes) == (3, tuple(CLASSES))
     client = make_client(path, read_site(tmp_path / "site.yaml"))
@@ -98,7 +98,7 @@ def test_a_recipe_that_leaves_options_to_a_file_is_rejected(option, tmp_path):
     section, *rest = option.split(".")
     name = str(tmp_path / "options")
     recipe[section] = name if not rest else recipe[section] | {rest[0]: name}
-    path, given = written(tmp_path, recipe, {"normal": 200})
+    path, given = write_site(tmp_path, recipe, {"normal": 200})
     for read in (lambda: site_recipe(path, given), lambda: server_recipe(str(path))):
         with pytest.raises(ValueError, match=rf"file .*{option}.*digest"):
             read()
@@ -114,7 +114,7 @@ def test_a_recipe_of_aliases_is_read_in_no_time(tmp_path):
 
 
 def test_a_client_that_the_partition_does_not_have_is_rejected(tmp_path):
-    path, _ = written(tmp_path, RECIPE, {"1": 40})
+    path, _ = write_site(tmp_path, RECIPE, {"1": 40})
     data = {key: RECIPE["data"][key] for key in ("dataset", "partition", "train_limit", "test_limit")} | {"client": 2}
     content = {"name": "a", "recipes": [{"recipe": "recipe.yaml"}], "data": data}
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(content))
@@ -130,7 +130,7 @@ def test_a_site_of_a_private_recipe_has_the_public_set_to_compare(tmp_path, sect
     private = {section: NOISE} if section else {}
     recipe = naming() | private
     recipe["data"] = recipe["data"] | {"public": {"class_path": "Photographs", "init_args": {"count": 3, "size": 16}}}
-    path, given = written(tmp_path, recipe, {"normal": 200})
+    path, given = write_site(tmp_path, recipe, {"normal": 200})
     assert (site_recipe(path, given).public is None) == (section is None)
 
 
@@ -151,6 +151,6 @@ def test_a_site_of_a_private_recipe_has_the_public_set_to_compare(tmp_path, sect
 def test_a_site_of_a_private_recipe_rejects_what_it_cannot_compare(tmp_path, section, options, message, kind):
     recipe = naming() | {section: NOISE}
     recipe["data"] = recipe["data"] | options
-    path, given = written(tmp_path, recipe, {"normal": 200})
+    path, given = write_site(tmp_path, recipe, {"normal": 200})
     with pytest.raises(kind, match=message):
         site_recipe(path, given)

@@ -31,7 +31,7 @@ from perada.system.disk_errors import DiskError
 from perada.system.files import LOCK, FolderLock, open_atomic, write_atomic
 
 from .parties import Parties
-from .test_audit import lines_of, note, verified, written
+from .test_audit import lines_of, note, verified, write_log
 from .test_rollback import files_of, put_back, rejection
 from .test_sites import RUN, code, only_client, train
 
@@ -58,7 +58,7 @@ def answer_until_healed(site, message, disk, attempts=40):
 
 @pytest.mark.parametrize("behind", [1, 2, 5])
 def test_any_number_of_lines_after_the_head_is_accepted_and_the_head_is_written_again(behind, tmp_path):
-    folder = written(tmp_path / "state", 6)
+    folder = write_log(tmp_path / "state", 6)
     last = json.loads(lines_of(folder)[5 - behind])["sha256"]
     (folder / HEAD).write_text(json.dumps({"lines": 6 - behind, "last": last}))
     main(["deploy", "audit", str(folder)])
@@ -128,7 +128,7 @@ def test_lines_after_the_head_that_were_cut_off_are_noticed(site):
 
 
 def test_lines_are_on_the_disk_before_the_head_that_is_repaired(tmp_path, monkeypatch):
-    folder = written(tmp_path / "state", 3)
+    folder = write_log(tmp_path / "state", 3)
     older = json.loads(lines_of(folder)[0])["sha256"]
     (folder / HEAD).write_text(json.dumps({"lines": 1, "last": older}))
     events = []

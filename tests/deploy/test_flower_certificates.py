@@ -49,7 +49,7 @@ def presenting(folder, pem="server.pem", key="server.key"):
             listening.shutdown(socket.SHUT_RDWR)
 
 
-def written(folder, days, monkeypatch, since=0):
+def write_keys(folder, days, monkeypatch, since=0):
     """Keys of a server whose certificate was made so many days ago, and is valid for ``days``."""
     with monkeypatch.context() as patch:
 
@@ -65,7 +65,7 @@ def written(folder, days, monkeypatch, since=0):
 
 
 def test_what_a_port_presents_is_read_and_not_the_file(tmp_path, monkeypatch):
-    certificate = written(tmp_path, 730, monkeypatch)
+    certificate = write_keys(tmp_path, 730, monkeypatch)
     with presenting(tmp_path) as address:
         (tmp_path / "server.pem").write_text("renewed, and the SuperLink was not restarted")
         begin, end = read_validity(address)
@@ -74,7 +74,7 @@ def test_what_a_port_presents_is_read_and_not_the_file(tmp_path, monkeypatch):
 
 
 def test_an_expired_certificate_is_rejected_although_its_authority_is_valid(tmp_path, monkeypatch):
-    certificate = written(tmp_path, 30, monkeypatch, since=31)
+    certificate = write_keys(tmp_path, 30, monkeypatch, since=31)
     day = certificate.not_valid_after_utc.date()
     write_app(tmp_path / "federation", "x", "seed_everything: 3\n", "ab" * 32, "localhost")
     monkeypatch.setattr(running, "check_flower", lambda: None)
@@ -89,7 +89,7 @@ def test_an_expired_certificate_is_rejected_although_its_authority_is_valid(tmp_
 
 
 def test_one_that_expires_soon_is_warned_of(tmp_path, monkeypatch, recwarn):
-    certificate = written(tmp_path, 90, monkeypatch, since=40)
+    certificate = write_keys(tmp_path, 90, monkeypatch, since=40)
     with presenting(tmp_path) as address:
         check_presented(address, tmp_path / "ca.crt")
     (warning,) = recwarn
@@ -98,19 +98,19 @@ def test_one_that_expires_soon_is_warned_of(tmp_path, monkeypatch, recwarn):
 
 @pytest.mark.filterwarnings("error")
 def test_one_that_is_valid_for_long_is_not_spoken_of(tmp_path, monkeypatch):
-    written(tmp_path, 90, monkeypatch)
+    write_keys(tmp_path, 90, monkeypatch)
     with presenting(tmp_path) as address:
         check_presented(address, tmp_path / "ca.crt")
 
 
 def test_one_of_the_future_of_another_authority_or_of_another_host_is_rejected(tmp_path, monkeypatch):
-    written(tmp_path / "future", 730, monkeypatch, since=-2)
+    write_keys(tmp_path / "future", 730, monkeypatch, since=-2)
     with (
         presenting(tmp_path / "future") as address,
         pytest.raises(ValueError, match=r"before \S+;"),
     ):
         check_presented(address, tmp_path / "future" / "ca.crt")
-    written(tmp_path / "now", 730, monkeypatch)
+    write_keys(tmp_path / "now", 730, monkeypatch)
     with (
         presenting(tmp_path / "now") as address,
         pytest.raises(ValueError, match=r"trusted.*ca\.crt"),
@@ -170,7 +170,7 @@ def test_when_the_certificate_expires_is_among_the_metrics(tiny, tmp_path, monke
     from .parties import Parties
     from .test_monitoring import scraped
 
-    certificate = written(tmp_path / "keys", 90, monkeypatch)
+    certificate = write_keys(tmp_path / "keys", 90, monkeypatch)
     parties = Parties(tiny, tmp_path)
     port = free_port()
     name = "superlink_certificate_expiry_timestamp_seconds"

@@ -117,7 +117,7 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
     local_run = run_in_one_process(tmp_path, long_rounds(ROUNDS))
     assert killed_run.progress.done == local_run.progress.done == ROUNDS
     assert_same_bits(killed_run.states["global"], local_run.states["global"])
-    assert untimed(killed_run.progress) == untimed(local_run.progress)
+    assert without_times(killed_run.progress) == without_times(local_run.progress)
     for site, state in sites.items():
         other = read_state(tmp_path / f"state-{site}" / SITE_STATE)[0]
         assert state.training.num_rounds == other.training.num_rounds == ROUNDS
@@ -125,6 +125,6 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
             assert_same_bits(state.training.client_state[role], other.training.client_state[role])
 
 
-def untimed(progress):
+def without_times(progress):
     names = ("seconds", "_mb")  # a message that is sent again is counted again
     return [{key: value for key, value in row.items() if not key.endswith(names)} for row in progress.history]

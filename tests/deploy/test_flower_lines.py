@@ -31,7 +31,7 @@ RuntimeError: stopped
 here"""
 
 
-def parsed(text):
+def parse_records(text):
     """The records of lines of another program, each of which must be one line of JSON."""
     lines = FlowerLines()
     result = [line for one in text.split("\n") for line in lines.feed(f"{one}\n")]
@@ -48,14 +48,14 @@ def flower_record(level, message, stamped):
 @pytest.mark.parametrize("stamped", [False, True])
 @pytest.mark.parametrize("level", ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"])
 def test_a_record_of_flower_keeps_its_level(level, stamped):
-    (line,) = parsed(flower_record(level, "it: is so", stamped))
+    (line,) = parse_records(flower_record(level, "it: is so", stamped))
     assert (line["level"], line["message"], line["logger"]) == (level, "it: is so", "flwr")
     assert "exception" not in line
 
 
 def test_what_has_no_level_is_information_and_json_stays_as_it_is():
     ours = json.dumps({"level": "ERROR", "message": "ours"})
-    lines = parsed(f"Loading project\n\n{ours}\n{{lvl='INFO', msg='x'}}\nINFORMATION: none")
+    lines = parse_records(f"Loading project\n\n{ours}\n{{lvl='INFO', msg='x'}}\nINFORMATION: none")
     assert [(line["level"], line["message"]) for line in lines] == [
         ("INFO", "Loading project"),
         ("ERROR", "ours"),
@@ -68,7 +68,7 @@ def test_what_has_no_level_is_information_and_json_stays_as_it_is():
 @pytest.mark.parametrize("before", ["", "ERROR", "INFO"])
 def test_a_traceback_is_in_one_line(before, after):
     first = flower_record(before, "ServerApp failed", False) + "\n" if before else ""
-    lines = parsed(first + TRACEBACK + ("\n" + after if after else ""))
+    lines = parse_records(first + TRACEBACK + ("\n" + after if after else ""))
     if after:
         assert lines.pop()["message"] == "next"
     if before == "INFO":  # it is another record's
@@ -80,9 +80,9 @@ def test_a_traceback_is_in_one_line(before, after):
 
 def test_further_lines_of_an_error_are_in_its_line_and_those_of_other_programs_are_not():
     text = "\n".join([flower_record("ERROR", "", False), "Exit Code: 305", "", "See the page", "Flower's end"])
-    (line,) = parsed(text)
+    (line,) = parse_records(text)
     assert (line["level"], line["message"]) == ("ERROR", "Exit Code: 305\n\nSee the page\nFlower's end")
-    lines = parsed(flower_record("INFO", "a", False) + "\n    b\nSuccessfully started run 42")
+    lines = parse_records(flower_record("INFO", "a", False) + "\n    b\nSuccessfully started run 42")
     assert [line["message"] for line in lines] == ["a\n    b", "Successfully started run 42"]
 
 

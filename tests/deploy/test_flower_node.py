@@ -27,7 +27,7 @@ from perada.deploy.flower.keys import write_server_keys, write_site_keys
 from perada.deploy.flower.node import Node, check_node, load_key, read_clock_difference, run_node
 from perada.deploy.sums.identity import write_identity
 
-from .test_flower_certificates import written
+from .test_flower_certificates import write_keys
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def test_the_clock_is_compared_with_the_superlinks(keys, behind, state, text):
 
 
 def test_a_clock_is_read_although_the_certificate_has_expired(tmp_path, monkeypatch):
-    written(tmp_path, 30, monkeypatch, since=31)
+    write_keys(tmp_path, 30, monkeypatch, since=31)
     with superlink(tmp_path, seconds_behind=100) as (address, _):
         assert read_clock_difference(address) == pytest.approx(100, abs=1)
 
@@ -161,7 +161,7 @@ def test_flower_names_these_codes_and_tolerances():
 
 def test_all_problems_are_reported_at_once(keys, tmp_path, monkeypatch, capsys):
     """An expired certificate, a wrong clock, another kind of key, and no worker; and the command fails."""
-    written(tmp_path / "old", 30, monkeypatch, since=31)
+    write_keys(tmp_path / "old", 30, monkeypatch, since=31)
     write_identity(tmp_path, "alpha")
     with superlink(tmp_path / "old", seconds_behind=60) as (address, requests):
         words = ["--root-certificates", str(keys / "ca.crt"), "--key", str(tmp_path / "alpha.id")]
@@ -293,7 +293,7 @@ def test_a_supernode_ends_after_an_expired_certificate_and_connects_with_a_renew
         keys = Path(folder) / "keys"
         for name in ("server.pem", "server.key"):
             (keys / name).unlink()
-        written(keys, 30, monkeypatch, since=31)
+        write_keys(keys, 30, monkeypatch, since=31)
         loop.start_link()
         assert loop.processes["node-alpha"].wait(60) == 1
         assert "gave up" in loop.log("node-alpha").read_text()

@@ -26,7 +26,7 @@ class Watching(Watched, Demo):
     """The demonstration, whose processes can be looked at."""
 
 
-def untimed(progress):
+def without_times(progress):
     return [{name: value for name, value in row.items() if "seconds" not in name} for row in progress.history]
 
 
@@ -40,7 +40,7 @@ def test_over_flower_or_in_one_process(tmp_path, capfd):
     for run in (flower_run, local_run):
         assert [member.name for member in run.progress.roster] == list(SITES)
     assert_same_bits(flower_run.states["global"], local_run.states["global"])
-    assert untimed(flower_run.progress) == untimed(local_run.progress)
+    assert without_times(flower_run.progress) == without_times(local_run.progress)
 
 
 def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
@@ -65,7 +65,7 @@ def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
         sites = [read_state(demo.folder / f"state-{site}" / SITE_STATE)[0] for site in SITES]
     local_run = run_in_one_process(here, demo_recipe(2))
     assert_same_bits(killed_run.states["global"], local_run.states["global"])
-    assert untimed(killed_run.progress) == untimed(local_run.progress)
+    assert without_times(killed_run.progress) == without_times(local_run.progress)
     for site, state in zip(SITES, sites, strict=True):
         other = read_state(here / f"state-{site}" / SITE_STATE)[0]
         assert state.training.num_rounds == other.training.num_rounds == 2

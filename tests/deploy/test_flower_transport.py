@@ -265,7 +265,7 @@ def question(payload, ttl=5.0):
     return message
 
 
-def asked(message, **config):
+def ask_site(message, **config):
     context = Context(run_id=7, node_id=2, node_config=config, state=RecordDict(), run_config={})
     reply = client_app()(message, context)
     assert not reply.has_error()
@@ -275,23 +275,23 @@ def asked(message, **config):
 def test_the_client_app_passes_on_what_it_gets(monkeypatch):
     seen = []
     monkeypatch.setattr("perada.deploy.flower.app.ask_worker", lambda *arguments: seen.append(arguments) or b"answer")
-    assert asked(question(pack_payload(b"message")), socket="/run/site.sock") == b"answer"
+    assert ask_site(question(pack_payload(b"message")), socket="/run/site.sock") == b"answer"
     (path, message, run, deadline, _) = seen[0]
     assert (path, message, run) == ("/run/site.sock", b"message", "7")
     assert 4 < deadline <= 5
 
 
 def test_whatever_fails_in_the_client_app_leaves_as_a_code(monkeypatch):
-    assert asked(question(pack_payload(b"m"))) == Failure("unreachable")
-    assert asked(question(pack_payload(b"m")), socket=3) == Failure("unreachable")
-    assert asked(question(RecordDict()), socket="/nowhere/site.sock") == Failure("malformed")
-    assert asked(question(pack_payload(b"m")), socket="/nowhere/site.sock") == Failure("unreachable")
+    assert ask_site(question(pack_payload(b"m"))) == Failure("unreachable")
+    assert ask_site(question(pack_payload(b"m")), socket=3) == Failure("unreachable")
+    assert ask_site(question(RecordDict()), socket="/nowhere/site.sock") == Failure("malformed")
+    assert ask_site(question(pack_payload(b"m")), socket="/nowhere/site.sock") == Failure("unreachable")
 
     def fails(*arguments):
         raise RuntimeError("patient 4711 has no image")
 
     monkeypatch.setattr("perada.deploy.flower.app.ask_worker", fails)
-    assert asked(question(pack_payload(b"m")), socket="/run/site.sock") == Failure("crashed")
+    assert ask_site(question(pack_payload(b"m")), socket="/run/site.sock") == Failure("crashed")
 
 
 def test_the_client_app_starts_without_torch():

@@ -37,7 +37,7 @@ def scans(folder, seed, count=10):
     return folder
 
 
-def written(tmp_path, **dataset):
+def recipe_file(tmp_path, **dataset):
     """The recipe's file."""
     draw(tmp_path / "public", squares(4, 9).tensors[0])
     dataset = {"class_path": "ImageMasks", "init_args": {"root": "nowhere", "mask_values": [0, 100, 200]}} | dataset
@@ -86,14 +86,14 @@ def test_server_and_sites_agree_on_the_task_and_the_classes_of_masks(kind, tmp_p
     pytest.importorskip("segmentation_models_pytorch")
     folder = scans(tmp_path / "north", 1)
     data = {"root": str(folder)}
-    path = written(tmp_path)
+    path = recipe_file(tmp_path)
     if kind == "table":
         with (folder / "list.csv").open("w", newline="") as file:
             rows = [[f"images/{number}.png", f"masks/{number}.png"] for number in range(10)]
             csv.writer(file).writerows([["path", "outline"], *rows])
         data = {"table": str(folder / "list.csv")}
         options = {"table": "nowhere.csv", "mask": "outline", "mask_values": [0, 100, 200]}
-        path = written(tmp_path, class_path="ImageTable", init_args=options)
+        path = recipe_file(tmp_path, class_path="ImageTable", init_args=options)
     server = server_recipe(str(path))
     assert (server.num_classes, server.task, server.classes) == (3, Segmentation(), tuple(CLASSES))
     recipe = site_recipe(path, read_site(site(path, folder, **data)))
@@ -129,7 +129,7 @@ def test_the_site_file_has_secure_sums_if_the_recipe_has_them(tmp_path, recipe, 
 def test_it_goes_from_init_to_predicted_masks(tmp_path, monkeypatch, capsys):
     pytest.importorskip("segmentation_models_pytorch")
     monkeypatch.chdir(tmp_path)
-    path = written(tmp_path)
+    path = recipe_file(tmp_path)
     main(["deploy", "init", "federation.yaml", "federation", "--host", "localhost"])
     digest = re.search("digest ([0-9a-f]{64})", capsys.readouterr().out)[1]
     files = [str(site(path, scans(tmp_path / name, seed), root=name)) for seed, name in enumerate(("north", "south"))]

@@ -74,7 +74,7 @@ class Copying(LocalTransport):
         return replies
 
 
-def summed(tiny, tmp_path):
+def folders_of_sums(tiny, tmp_path):
     """Copies of a site's folder after each message of two rounds of secure sums, with the kinds of the messages."""
     deployment = Parties(tiny, tmp_path, rounds=2, loop={"secure_sums": SecureSums()})
     transport = Copying(deployment.workers(), "site0")
@@ -112,7 +112,9 @@ def must_be_noticed(now, before, names, line_of_commit):
     return True
 
 
-@pytest.mark.parametrize("case", [lambda *arguments: summed(*arguments)[1], two_runs], ids=["secure sums", "two runs"])
+@pytest.mark.parametrize(
+    "case", [lambda *arguments: folders_of_sums(*arguments)[1], two_runs], ids=["secure sums", "two runs"]
+)
 def test_any_files_that_are_put_back_are_noticed_but_all_together(case, tiny, tmp_path):
     """Each set of files, as after each of the messages. All files together are what no file can tell of."""
     unused = f"runs/{OTHER_RUN}.safetensors"  # of the run that is the current one again
@@ -378,7 +380,7 @@ def test_a_state_of_a_commit_that_failed_late_is_on_the_disk_before_it_counts(ti
 
 
 def test_the_number_in_log_and_state_counts_every_commit(tiny, tmp_path):
-    _, copies = summed(tiny, tmp_path)
+    _, copies = folders_of_sums(tiny, tmp_path)
     written = 0
     before = None
     for kind, files in copies:

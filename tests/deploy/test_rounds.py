@@ -182,7 +182,7 @@ class Stopped(BaseException):
     """The process ends here."""
 
 
-def untimed(rows):
+def without_times(rows):
     """What `metrics.csv` holds, but for times."""
     return [{name: value for name, value in row.items() if "seconds" not in name} for row in rows]
 
@@ -196,7 +196,7 @@ def uninterrupted(tiny, tmp_path_factory):
     for worker in workers.values():
         worker.store.close()
     with (folder / "server" / "metrics.csv").open() as file:
-        return state(coordinator), untimed(csv.DictReader(file))
+        return state(coordinator), without_times(csv.DictReader(file))
 
 
 PLACES = [(number, after) for number in range(1, 12) for after in (False, True)]
@@ -233,7 +233,7 @@ def test_a_server_that_was_killed_at_any_file_goes_on_to_the_same_bits(
     assert equal(state(again), uninterrupted[0])
     assert {worker.store.totals.rounds for worker in workers.values()} == {2}
     with (tmp_path / "server" / records.METRICS).open() as file:
-        assert untimed(csv.DictReader(file)) == uninterrupted[1]
+        assert without_times(csv.DictReader(file)) == uninterrupted[1]
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from .test_site_file import RECIPE
 CLIENTS = (0, 1, 3)
 
 
-def written(folder, recipe, data):
+def write_site(folder, recipe, data):
     """A site with ``data`` that has a recipe, which may say no seed."""
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -41,7 +41,7 @@ def written(folder, recipe, data):
     return site_recipe(folder / "recipe.yaml", read_site(folder / "site.yaml"))
 
 
-def served(module, client):
+def served_images(module, client):
     """The images that a client trains on, and those that it is scored on."""
     module.setup()
     row = torch.arange(module.train_sizes[client])
@@ -51,7 +51,7 @@ def served(module, client):
 
 
 def assert_same_images(simulated, site, client):
-    for expected, results in zip(served(simulated, client), served(site, 0), strict=True):
+    for expected, results in zip(served_images(simulated, client), served_images(site, 0), strict=True):
         for one, other in zip(expected, results, strict=True):
             assert torch.equal(one, other)
 
@@ -69,7 +69,7 @@ def test_a_client_of_the_recipes_partition_has_its_images(client, evaluate_on, s
     data = {"dataset": "Digits", "partition": PARTITION, "client_validation": 0.3, "evaluate_on": evaluate_on}
     data |= {"image_size": 32, "batch_size": 8} | limits | ({} if seed is None else {"seed": seed})
     site_options = {"dataset": "Digits", "partition": PARTITION, "client": client}
-    site = written(tmp_path / "site", RECIPE | {"data": data}, site_options).data
+    site = write_site(tmp_path / "site", RECIPE | {"data": data}, site_options).data
     options = {"client_validation": 0.3, "evaluate_on": evaluate_on, "seed": seed or 0, "image_size": 32} | limits
     simulated = FederatedDataModule(dataset=Digits(), partition=Dirichlet(4, 0.5), **options)
     assert_same_images(simulated, site, client)
@@ -78,7 +78,7 @@ def test_a_client_of_the_recipes_partition_has_its_images(client, evaluate_on, s
 def test_a_seed_of_the_sites_own_counts(tmp_path):
     data = RECIPE["data"] | {"partition": PARTITION, "seed": 7}
     site_options = {"dataset": "Digits", "partition": PARTITION, "seed": 3, "client": 1, "train_limit": 200}
-    site = written(tmp_path / "site", RECIPE | {"data": data}, site_options).data
+    site = write_site(tmp_path / "site", RECIPE | {"data": data}, site_options).data
     options = {"seed": 3, "train_limit": 200, "test_limit": data["test_limit"], "image_size": 32}
     assert_same_images(FederatedDataModule(dataset=Digits(), partition=Dirichlet(4, 0.5), **options), site, 1)
 
@@ -191,7 +191,7 @@ def test_a_site_that_tells_no_sizes_trains_the_simulations_bits(algorithm, tiny,
         assert torch.equal(coordinator.server.global_state[key], value), key
 
 
-def drawn(root, clients, size=(20, 14)):
+def draw_folder(root, clients, size=(20, 14)):
     """A folder of clients with folders of classes, of grey images with 16 bits that all differ."""
     for client in range(clients):
         for number in range(18):
@@ -208,7 +208,7 @@ def drawn(root, clients, size=(20, 14)):
 @pytest.mark.parametrize("data", [{"image_size": 24, "client_validation": 0.3}, {"image_size": 24}, {}])
 def test_a_folder_is_read_as_the_recipes_is(options, data, tmp_path):
     """Pixels, too: in the size of the recipe's set first, then in that of the data module."""
-    drawn(tmp_path / "all", 3)
+    draw_folder(tmp_path / "all", 3)
     if not options:
         options = {"size": 16}
     recipe = naming()
@@ -218,13 +218,13 @@ def test_a_folder_is_read_as_the_recipes_is(options, data, tmp_path):
     simulated = FederatedDataModule(dataset=images, partition=ByDomain("client"), **data)
     for client in range(3):
         site_options = {"root": str(tmp_path / "all" / f"h{client}"), "layout": "{class}/*"}
-        site = written(tmp_path / f"site{client}", recipe, site_options).data
+        site = write_site(tmp_path / f"site{client}", recipe, site_options).data
         assert_same_images(simulated, site, client)
 
 
 def test_a_table_is_read_as_the_recipes_is(tmp_path):
     """By the recipe's columns and separator, unless the site names its own."""
-    drawn(tmp_path / "h0", 1)
+    draw_folder(tmp_path / "h0", 1)
     files = sorted((tmp_path / "h0").rglob("*.png"))
     rows = [f"{file},{'|'.join(CLASSES[: 1 + place % 3])},p{place // 2}" for place, file in enumerate(files)]
     for name, header in (("a", "file,finding,patient"), ("b", "picture,finding,patient")):
@@ -237,7 +237,7 @@ def test_a_table_is_read_as_the_recipes_is(tmp_path):
     }
     sides = []
     for name, columns in (("a", {}), ("b", {"path": "picture"})):
-        site = written(tmp_path / f"site-{name}", recipe, {"table": str(tmp_path / f"{name}.csv")} | columns).data
+        site = write_site(tmp_path / f"site-{name}", recipe, {"table": str(tmp_path / f"{name}.csv")} | columns).data
         site.setup()
         assert site.task == MultiLabel() and site.checked.train.datasets[0].dataset.size == site.image_size
         sides.append(site.data.train[0].indices)
@@ -247,7 +247,7 @@ def test_a_table_is_read_as_the_recipes_is(tmp_path):
 
 def test_unknown_labels_of_a_sites_table_are_read_as_in_the_simulation(tmp_path):
     """By the recipe's policies, for the sites' training and test images; -1 stays in what is ignored."""
-    drawn(tmp_path / "all", 3)
+    draw_folder(tmp_path / "all", 3)
     cells = ("1", "0", "-1", "")
     tables = {"all": []}
     for client in range(3):
@@ -269,7 +269,7 @@ def test_unknown_labels_of_a_sites_table_are_read_as_in_the_simulation(tmp_path)
     labels = simulated.checked.train.client_labels()
     assert all(set(values[:, 0].tolist()) == {0, 1} and -1 in values[:, 1] for values in labels)
     for client in range(3):
-        site = written(tmp_path / f"site{client}", recipe, {"table": str(tmp_path / f"{client}.csv")}).data
+        site = write_site(tmp_path / f"site{client}", recipe, {"table": str(tmp_path / f"{client}.csv")}).data
         assert_same_images(simulated, site, client)
 
 
@@ -286,7 +286,7 @@ def test_server_and_sites_have_the_recipes_task_and_mixing(task, tmp_path):
     data = {"dataset": "Digits", "partition": PARTITION, "image_size": 32, "mixup": 0.2, "sampling": "balanced"}
     recipe = RECIPE | {"data": data | {"task": {"class_path": "Classification", "init_args": options}}}
     site_options = {"dataset": "Digits", "partition": PARTITION, "client": 1}
-    built = written(tmp_path / "site", recipe, site_options)
+    built = write_site(tmp_path / "site", recipe, site_options)
     built.data.setup()
     assert built.data.task == task
     assert built.data.prepare.mixing.mixup == 0.2
@@ -301,12 +301,12 @@ def test_weights_from_the_labels_of_all_sites_are_rejected(tmp_path):
         ValueError,
         match=r"task.*deployment",
     ):
-        written(tmp_path / "site", RECIPE | {"data": data}, site_options)
+        write_site(tmp_path / "site", RECIPE | {"data": data}, site_options)
 
 
 @pytest.mark.parametrize("on_broken", ["skip", "raise"])
 def test_public_images_that_cannot_be_read_are_those_of_the_simulation(on_broken, tmp_path):
-    drawn(tmp_path / "public", 1)
+    draw_folder(tmp_path / "public", 1)
     broken = sorted((tmp_path / "public").rglob("*.png"))[3]
     broken.write_bytes(broken.read_bytes()[:60])
     public = {"class_path": "UnlabelledFolder", "init_args": {"root": str(tmp_path / "public"), "size": 32}}

@@ -41,12 +41,12 @@ def site(folder, root, layout="{class}/*", **options):
     content = {"name": "a", "recipes": [entry], "data": {"root": str(root), "layout": layout} | options}
     path = folder / "site.yaml"
     path.write_text(yaml.safe_dump(content))
-    entry |= {"digest": built(path).digest, "sha256": sha256((folder / "recipe.yaml").read_bytes()).hexdigest()}
+    entry |= {"digest": build_recipe(path).digest, "sha256": sha256((folder / "recipe.yaml").read_bytes()).hexdigest()}
     path.write_text(yaml.safe_dump(content))
     return path
 
 
-def built(path):
+def build_recipe(path):
     site_options = read_site(path)
     recipe = site_recipe(next(iter(site_options.recipes)), site_options)
     recipe.data.setup()
@@ -58,7 +58,7 @@ def files(subset):
     return {subset.dataset.manifest.paths[row].rpartition("/")[2] for row in subset.indices}
 
 
-def served(path):
+def served_names(path):
     """Names of the test and training images of a site that starts."""
     worker = make_worker(read_site(path))
     worker.store.close()
@@ -86,7 +86,7 @@ def test_a_site_scores_the_test_images_that_a_simulation_scores(layout, tmp_path
     test = images.with_split(False).manifest.paths
     for client in range(3):
         path = site(tmp_path / f"site{client}", tmp_path / "all" / f"h{client}", fields, set=options, data=data)
-        recipe = built(path)
+        recipe = build_recipe(path)
         kept = {part: {own[row].rpartition("/")[2] for row in record[part][client]} for part, own in
                 (("train", train), ("client_validation", train), ("test", test))}  # fmt: skip
         assert files(recipe.data.data.test[0]) == kept["test"]
@@ -101,12 +101,12 @@ def test_no_image_changes_sides_when_others_come_or_go_and_the_site_is_told(tmp_
     root = tmp_path / "images"
     draw(root, range(12))
     path = site(tmp_path / "site", root)
-    test, train = served(path)
+    test, train = served_names(path)
     assert len(test | train) == 12 and len(test) > 0
-    assert served(path) == [test, train] and not site_messages(caplog)
+    assert served_names(path) == [test, train] and not site_messages(caplog)
     for number in range(12, 24):
         draw(root, [number])
-        now = served(path)
+        now = served_names(path)
         assert test <= now[0] and train <= now[1]
         test, train = now
         (message,) = site_messages(caplog)
@@ -118,7 +118,7 @@ def test_no_image_changes_sides_when_others_come_or_go_and_the_site_is_told(tmp_
     next(root.rglob(gone)).unlink()
     main(["deploy", "check", str(path)])
     assert "the images have changed: 0 new, 1 missing since the last start" in capsys.readouterr().out
-    assert served(path) == [test, train - {gone}]
+    assert served_names(path) == [test, train - {gone}]
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def test_what_a_site_remembers_outweighs_what_a_hash_says(seed, more, tmp_path):
     root = tmp_path / "images"
     draw(root, range(2))
     path = site(tmp_path / "site", root, seed=seed)
-    test, train = served(path)
+    test, train = served_names(path)
     assert len(test) == len(train) == 1
     for number in range(2, 2 + more):
         draw(root, [number])
-        now = served(path)
+        now = served_names(path)
         assert test <= now[0] and train <= now[1]
         test, train = now
 
@@ -141,9 +141,9 @@ def test_what_a_site_remembers_outweighs_what_a_hash_says(seed, more, tmp_path):
 def test_a_split_that_cannot_be_read_is_rejected(tmp_path):
     draw(tmp_path / "images", range(6))
     path = site(tmp_path / "site", tmp_path / "images")
-    served(path)
+    served_names(path)
     file = tmp_path / "site" / "state" / "split.json"
     assert file.stat().st_mode & 0o077 == 0
     file.write_text('{"test_share=0.2, seed=0": 3}')
     with pytest.raises(ValueError, match=r"split\.json' is damaged"):
-        served(path)
+        served_names(path)

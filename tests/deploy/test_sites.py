@@ -71,7 +71,7 @@ def state_bytes(worker):
     return path.read_bytes() if path.exists() else None
 
 
-def untimed(state):
+def without_log_position(state):
     """A state's bytes without how far the audit log was, whose lines hold the time."""
     return re.sub(rb'audit[\\": ]+\[\d+, [\\"]+[0-9a-f]{64}', b"", state)
 
@@ -207,7 +207,7 @@ def test_a_crash_leaves_the_old_state_or_the_new_one(first, tiny, tmp_path, monk
             if message is messages[0] and not first:
                 continue
             assert again.answer(message, "") == reply
-        assert untimed(state_bytes(again)) == untimed(final) != final
+        assert without_log_position(state_bytes(again)) == without_log_position(final) != final
         again.store.close()
 
 

@@ -23,7 +23,7 @@ def draw(folder, numbers, light):
         Image.fromarray(pixels).save(folder / f"{number}.png")
 
 
-def copied(tmp_path):
+def copy_recipe(tmp_path):
     """A copy of the recipe for images of 32 pixels and one round, edited as the page says."""
     main(["cp", "sites", str(tmp_path / "federation.yaml")])
     path = tmp_path / "federation.yaml"
@@ -36,7 +36,7 @@ def copied(tmp_path):
 
 
 def test_the_server_reads_it_without_a_clients_image(tmp_path):
-    recipe = server_recipe(str(copied(tmp_path)))
+    recipe = server_recipe(str(copy_recipe(tmp_path)))
     assert recipe.classes == tuple(CLASSES) and len(recipe.public) == 12
     (shipped,) = find_recipe("sites")
     data = yaml.safe_load(shipped.read_text())["data"]
@@ -58,7 +58,7 @@ def test_recipes_that_a_server_cannot_read_name_one_that_it_can(name, remedy):
 @pytest.mark.slow
 def test_it_goes_from_init_to_a_model_that_predicts(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    copied(tmp_path)
+    copy_recipe(tmp_path)
     main(["deploy", "init", "federation.yaml", "federation", "--host", "localhost"])
     digest = re.search("digest ([0-9a-f]{64})", capsys.readouterr().out)[1]
     files = []

@@ -204,7 +204,7 @@ class Other(ImageSet):
         return (torch.arange(11 * 32 * 32) % 255).view(11, 1, 32, 32).byte(), torch.arange(11) % CLASSES
 
 
-def shifted() -> perada.FederatedDataModule:
+def make_shifted_data() -> perada.FederatedDataModule:
     """Five clients with uint8 images that may be corrupted, and shifts of each sort."""
     random = torch.Generator().manual_seed(2)
 
@@ -233,7 +233,7 @@ def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
     if options.pop("mixed", False):
         data = perada.FederatedDataModule(data, batch_size=4, mixup=0.4, cutmix=1.0, sampling="balanced")
     if options.pop("shifted", False):
-        data = shifted()
+        data = make_shifted_data()
     return perada.finetune(
         net(norm, dtype),
         data,

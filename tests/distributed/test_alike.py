@@ -20,7 +20,7 @@ class Another(Ranks):
         return [value, self.other]
 
 
-def said(monkeypatch, **options):
+def fingerprint_of_options(monkeypatch, **options):
     """What a process with these options tells the others."""
     results = []
     monkeypatch.setattr(federated_loop, "check_ranks_agree", lambda ranks, mine: results.append(mine))
@@ -44,8 +44,8 @@ def said(monkeypatch, **options):
 )
 @pytest.mark.every(2)
 def test_another_option_is_named(monkeypatch, option, name):
-    mine = said(monkeypatch)
-    other = said(monkeypatch, **option)
-    check_ranks_agree(Another(said(monkeypatch)), mine)
+    mine = fingerprint_of_options(monkeypatch)
+    other = fingerprint_of_options(monkeypatch, **option)
+    check_ranks_agree(Another(fingerprint_of_options(monkeypatch)), mine)
     with pytest.raises(ValueError, match=rf"process 1 .*process 0 .*{name}"):
         check_ranks_agree(Another(other), mine)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 OTHERS = [case for case in CASES if case not in QUICK]
 
 
-def started(folder, cases):
+def run_job(folder, cases):
     """What a job of two processes found, which wrote it into ``folder``."""
     run("perada", rounds=2, logger=True, default_root_dir=str(folder / "one"))
     (checkpoint,) = (folder / "one").rglob("last.ckpt")
@@ -36,13 +36,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(folder):
-    return started(folder, QUICK)
+def quick_results(folder):
+    return run_job(folder, QUICK)
 
 
 @pytest.fixture(scope="module")
 def found_by_the_others(tmp_path_factory):
-    return started(tmp_path_factory.mktemp("others"), OTHERS)
+    return run_job(tmp_path_factory.mktemp("others"), OTHERS)
 
 
 def compare(two, one, **tolerance):
@@ -77,8 +77,8 @@ def tolerance(case):
 
 
 @pytest.mark.parametrize("case", QUICK)
-def test_two_processes_do_what_one_does(case, found):
-    compare(found[case], results(run(case)), **tolerance(case))
+def test_two_processes_do_what_one_does(case, quick_results):
+    compare(quick_results[case], results(run(case)), **tolerance(case))
 
 
 @pytest.mark.slow
@@ -87,13 +87,13 @@ def test_two_processes_do_what_one_does_whatever_the_method(case, found_by_the_o
     compare(found_by_the_others[case], results(run(case)), **tolerance(case))
 
 
-def test_two_processes_go_on_from_the_checkpoint_of_one(found):
-    compare(found["resumed"], results(run("perada", rounds=4)), rtol=0, atol=0)
+def test_two_processes_go_on_from_the_checkpoint_of_one(quick_results):
+    compare(quick_results["resumed"], results(run("perada", rounds=4)), rtol=0, atol=0)
 
 
-def test_secure_processes_keep_one_ledger_and_one_journal(folder, found):
+def test_secure_processes_keep_one_ledger_and_one_journal(folder, quick_results):
     """What they cost is what one process costs, and a round begun by an earlier branch is counted in the next."""
-    first, resumed, resumed_again = found["secure"]
+    first, resumed, resumed_again = quick_results["secure"]
     for result, rounds in ((first, 2), (resumed, 3)):
         of_one_process = results(run("secure", rounds=rounds))
         for name, values in result["metrics"]["clients"].items():
@@ -110,7 +110,7 @@ def test_secure_processes_keep_one_ledger_and_one_journal(folder, found):
         assert int((twice > once).sum()) == 3
 
 
-def test_one_process_goes_on_from_the_checkpoint_of_two(folder, found):
+def test_one_process_goes_on_from_the_checkpoint_of_two(folder, quick_results):
     (checkpoint,) = (folder / "lightning_logs").rglob("last.ckpt")
     resumed = run("perada", rounds=4, ckpt_path=str(checkpoint))
     compare(results(resumed), results(run("perada", rounds=4)), rtol=0, atol=0)

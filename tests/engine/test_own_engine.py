@@ -66,7 +66,7 @@ def network(dropout=0.0):
     return torch.nn.Sequential(*layers, torch.nn.Dropout(dropout), torch.nn.Linear(16, 3)).double()
 
 
-def trained(tiny, net, engine):
+def train_round(tiny, net, engine):
     """The states and scores after a round with an engine."""
     run = perada.finetune(
         net,
@@ -85,8 +85,8 @@ def trained(tiny, net, engine):
 
 @pytest.mark.parametrize(("name", "dropout", "clients_in_pass"), [("Vmapped", 0.0, 5), ("OneByOne", 0.3, 1)])
 def test_a_round_is_that_of_the_loop(name, dropout, clients_in_pass, own_engine, tiny):
-    states, scores = trained(tiny, network(dropout), f"engine_of_a_user.{name}")
-    expected_states, expected_scores = trained(tiny, network(dropout), "loop")
+    states, scores = train_round(tiny, network(dropout), f"engine_of_a_user.{name}")
+    expected_states, expected_scores = train_round(tiny, network(dropout), "loop")
     # The clients of a round train in one pass only if the engine says so.
     assert max(own_engine.SIZES_IN_TRAINING) == clients_in_pass
     for state, expected in zip(states, expected_states, strict=True):

@@ -84,7 +84,7 @@ class DenseNet(nn.Module):
         return features[-1]
 
 
-def own(*blocks, classes=CLASSES):
+def own_network(*blocks, classes=CLASSES):
     head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, classes)]
     return nn.Sequential(nn.Conv2d(3, 6, 3, stride=4), *blocks, *head)
 
@@ -106,14 +106,14 @@ def model(name, adapter, options, folder):
         ViTForImageClassification(config).save_pretrained(folder / "vit")
         backbone = build_backbone(f"hf:{folder / 'vit'}", CLASSES, pretrained=str(folder / "vit"))
     elif name == "own":
-        backbone = build_backbone(own(Block(), Block(momentum=None), Block()), CLASSES)
+        backbone = build_backbone(own_network(Block(), Block(momentum=None), Block()), CLASSES)
     elif name == "spectral":
-        backbone = build_backbone(own(Normed(), Normed()), CLASSES)
+        backbone = build_backbone(own_network(Normed(), Normed()), CLASSES)
     elif name == "dense":
-        backbone = build_backbone(own(DenseNet()), CLASSES)
+        backbone = build_backbone(own_network(DenseNet()), CLASSES)
     elif name == "twice":
         block = Block()
-        backbone = build_backbone(own(block, Block(), block), CLASSES)
+        backbone = build_backbone(own_network(block, Block(), block), CLASSES)
     else:
         backbone = build_backbone(name, CLASSES, pretrained=False, image_size=SIDE if "vit" in name else None)
     return insert_adapter(backbone, adapter, **options).model.double()
@@ -370,7 +370,7 @@ def assert_same_run(num_recomputed, train):
 def test_a_run_ends_with_the_same_bits(num_recomputed):
     def train(checkpointing):
         torch.manual_seed(0)
-        network = own(Block(), Block(momentum=None), classes=4).double()
+        network = own_network(Block(), Block(momentum=None), classes=4).double()
         return finetune(network, rounds=1, adapter="full", algorithm="ditto", checkpointing=checkpointing)
 
     assert_same_run(num_recomputed, train)
@@ -448,4 +448,9 @@ class Counting(Block):
 def test_blocks_that_compute_something_else_again_are_rejected(block):
     torch.manual_seed(0)
     with rejects("checkpointing", True, "Sequential"):
-        finetune(own(Block(), block(), block(), classes=4).double(), adapter="full", engine="loop", checkpointing=True)
+        finetune(
+            own_network(Block(), block(), block(), classes=4).double(),
+            adapter="full",
+            engine="loop",
+            checkpointing=True,
+        )

@@ -28,7 +28,7 @@ def unequal(tiny):
     return data
 
 
-def fitted(tiny, algorithm="ditto", evaluation=None, **options):
+def fit(tiny, algorithm="ditto", evaluation=None, **options):
     training = Training(lr_personal=0.5, lr_local=0.5, local_steps=3)
     made = perada.algorithms.make_algorithm(algorithm)
     loop = FederatedLoop(made, training=training, evaluation=Evaluation(**(evaluation or {})))
@@ -46,7 +46,7 @@ def images(tiny):
 
 
 def test_each_image_runs_through_its_owners_model(tiny, monkeypatch):
-    _, module, run = fitted(tiny)
+    _, module, run = fit(tiny)
     batch = images(tiny)
     seen = []
     engine = module.federation.engine
@@ -66,8 +66,8 @@ def test_each_image_runs_through_its_owners_model(tiny, monkeypatch):
 
 @pytest.mark.parametrize("metric", ["accuracy", "auroc"])
 def test_a_sample_of_clients_has_the_scores_of_all(tiny, metric):
-    _, _, whole = fitted(tiny, evaluation={"metric": metric})
-    _, _, some = fitted(tiny, evaluation={"metric": metric, "global_test_clients": 2})
+    _, _, whole = fit(tiny, evaluation={"metric": metric})
+    _, _, some = fit(tiny, evaluation={"metric": metric, "global_test_clients": 2})
     expected = whole.metrics["clients"]
     actual = some.metrics["clients"]
     local = (actual["personal/local_test"], expected["personal/local_test"])
@@ -90,16 +90,16 @@ def test_beyond_a_limit_of_forward_passes_some_models_are_drawn_by_default(tiny,
     monkeypatch.setattr(evaluation, "MIN_EVERYWHERE", 1)
     monkeypatch.setattr(evaluation, "EVERYWHERE_LIMIT", 125)
     with caplog.at_level(logging.INFO):
-        _, _, whole = fitted(tiny)
+        _, _, whole = fit(tiny)
         assert "forward passes" not in caplog.text
         monkeypatch.setattr(evaluation, "EVERYWHERE_LIMIT", 124)
-        _, _, by_default = fitted(tiny)
+        _, _, by_default = fit(tiny)
         assert caplog.text.count("5 personal models on all 25 test images would take 125 forward passes") == 1
         assert "those of 4 clients" in caplog.text and "global_test_clients=5" in caplog.text
         caplog.clear()
-        _, _, requested = fitted(tiny, evaluation={"global_test_clients": 4})
-        _, _, brought_back = fitted(tiny, evaluation={"global_test_clients": 5})
-        fitted(tiny, "fedavg")
+        _, _, requested = fit(tiny, evaluation={"global_test_clients": 4})
+        _, _, brought_back = fit(tiny, evaluation={"global_test_clients": 5})
+        fit(tiny, "fedavg")
         assert "forward passes" not in caplog.text
     scores = [run.metrics["clients"]["personal/global_test"] for run in (by_default, requested, brought_back, whole)]
     assert str(scores[0]) == str(scores[1])
@@ -125,16 +125,16 @@ def test_as_many_models_run_on_all_images_as_stay_below_the_limit(clients, image
 
 
 def test_with_no_sample_each_model_is_scored_at_home_only(tiny):
-    _, _, run = fitted(tiny, evaluation={"global_test_clients": 0})
+    _, _, run = fit(tiny, evaluation={"global_test_clients": 0})
     assert "personal/global_test" not in run.metrics["rounds"][-1]
     assert set(run.metrics["clients"]) == {"personal/local_test", "last_round"}
-    _, _, whole = fitted(tiny)
+    _, _, whole = fit(tiny)
     local = whole.metrics["clients"]["personal/local_test"]
     assert run.metrics["clients"]["personal/local_test"] == pytest.approx(local, nan_ok=True)
 
 
 def test_where_clients_share_the_global_model_all_are_scored(tiny):
-    _, _, run = fitted(tiny, "fedavg", {"global_test_clients": 2})
+    _, _, run = fit(tiny, "fedavg", {"global_test_clients": 2})
     scores = run.metrics["clients"]["personal/global_test"]
     assert len(scores) == 5
     assert set(scores) == {run.metrics["rounds"][-1]["global/global_test"]}
@@ -147,7 +147,7 @@ def test_the_sample_is_drawn_from_the_seed():
 
 
 def test_predictions_are_those_of_the_owners_model(tiny):
-    trainer, module, run = fitted(tiny)
+    trainer, module, run = fit(tiny)
     batch = images(tiny)
     result = trainer.predict(module, datamodule=trainer.datamodule)
     personal, shared = (torch.cat([part[name] for part in result]) for name in ("personal", "global"))
@@ -181,7 +181,7 @@ class Threads(Ranks):
 @pytest.mark.parametrize(("algorithm", "metric"), [("ditto", "accuracy"), ("ditto", "auroc"), ("fedavg", "accuracy")])
 @pytest.mark.every(5)
 def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
-    _, module, _ = fitted(tiny, algorithm)
+    _, module, _ = fit(tiny, algorithm)
     federation = module.federation
     batch = images(tiny)
     batches = [EvalBatch(*parts) for parts in zip(*(values.split(7) for values in batch), strict=True)]
@@ -241,7 +241,7 @@ def _double():
 @pytest.mark.parametrize("metric", ["accuracy", "auroc"])
 @pytest.mark.parametrize("algorithm", ["ditto", "fedavg", "fed_ensemble"])
 def test_evaluation_where_torchs_default_is_double_precision(tiny, algorithm, metric):
-    trainer, module, _ = fitted(tiny, algorithm, {"metric": metric})
+    trainer, module, _ = fit(tiny, algorithm, {"metric": metric})
     double = module.results.scores
     per_client = module.results.per_client
     torch.set_default_dtype(torch.float32)

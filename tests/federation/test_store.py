@@ -17,7 +17,7 @@ from perada.federation.store import ClientStore, DiskStore, locate
 from tests.rejections import rejects
 
 
-def kept(clients, seed=1):
+def client_states(clients, seed=1):
     """What ``clients`` keep, in several number formats: stacks (C, ...)."""
     random = torch.Generator().manual_seed(seed)
     return {
@@ -33,7 +33,7 @@ def kept(clients, seed=1):
 
 
 def initial():
-    return {role: {key: value[0] for key, value in state.items()} for role, state in kept(1, seed=0).items()}
+    return {role: {key: value[0] for key, value in state.items()} for role, state in client_states(1, seed=0).items()}
 
 
 class CompressedStore(ClientStore):
@@ -75,7 +75,7 @@ def assert_same(one, other):
 @kinds
 def test_clients_have_the_initial_state_until_they_are_written(tmp_path, kind):
     store = stores(tmp_path)[kind]
-    written = kept(2)
+    written = client_states(2)
     store.scatter([3, 0], written)
     assert sorted(store.written) == [0, 3]
     actual = store.gather([0, 1, 3])
@@ -90,22 +90,22 @@ def test_clients_have_the_initial_state_until_they_are_written(tmp_path, kind):
 @kinds
 def test_what_is_stored_and_what_is_gathered_are_copies(tmp_path, kind):
     store = stores(tmp_path)[kind]
-    states = kept(2)
+    states = client_states(2)
     store.scatter([0, 1], states)
     for copy in (states, store.gather([0, 1, 5]), store.gather([1])):
         for state in copy.values():
             for value in state.values():
                 value.add_(1)
-    assert_same(store.gather([0, 1]), kept(2))
+    assert_same(store.gather([0, 1]), client_states(2))
 
 
 @kinds
 def test_a_client_written_again_has_its_last_state(tmp_path, kind):
     store = stores(tmp_path)[kind]
     for seed in (1, 2, 3):
-        store.scatter([4, 2], kept(2, seed))
-    store.scatter([], kept(0))
-    assert_same(store.gather([4, 2]), kept(2, seed=3))
+        store.scatter([4, 2], client_states(2, seed))
+    store.scatter([], client_states(0))
+    assert_same(store.gather([4, 2]), client_states(2, seed=3))
 
 
 @pytest.mark.every(5)
@@ -113,16 +113,16 @@ def test_a_client_written_again_has_its_last_state(tmp_path, kind):
 @pytest.mark.parametrize("before", KINDS)
 def test_a_saved_store_goes_on_in_one_of_any_kind(tmp_path, before, after):
     store = stores(tmp_path)[before]
-    store.scatter([4, 7], kept(2))
+    store.scatter([4, 7], client_states(2))
     torch.save(store.state_dict(), tmp_path / "store.pt")
     again = stores(tmp_path / "second")[after]
     again.load_state_dict(torch.load(tmp_path / "store.pt", weights_only=True))
-    assert_same(again.gather([4, 7]), kept(2))
-    again.scatter([4, 9], kept(2, seed=5))
+    assert_same(again.gather([4, 7]), client_states(2))
+    again.scatter([4, 9], client_states(2, seed=5))
     third = stores(tmp_path / "third")[before]
     third.load_state_dict(again.state_dict())
-    assert_same(third.gather([4, 9]), kept(2, seed=5))
-    assert_same(store.gather([4, 7]), kept(2))  # what the first one holds is as it was
+    assert_same(third.gather([4, 9]), client_states(2, seed=5))
+    assert_same(store.gather([4, 7]), client_states(2))  # what the first one holds is as it was
 
 
 @kinds
@@ -130,7 +130,7 @@ def test_clients_can_move_from_one_store_to_another(tmp_path, kind):
     """As they do between processes: by their rows, while training; by what was saved, afterwards."""
     one = stores(tmp_path)[kind]
     two = stores(tmp_path)[kind]
-    one.scatter([1, 2, 3], kept(3))
+    one.scatter([1, 2, 3], client_states(3))
     two.put([3], one.rows([3]))
     one.drop([3, 4])
     assert sorted(one.written) == [1, 2]
@@ -139,8 +139,8 @@ def test_clients_can_move_from_one_store_to_another(tmp_path, kind):
     fourth = stores(tmp_path / "four")[kind]
     third.load_state_dict(restricted(saved, {1, 3}))
     fourth.load_state_dict(restricted(saved, {2}))
-    assert_same(third.gather([1, 3]), {r: {k: v[[0, 2]] for k, v in s.items()} for r, s in kept(3).items()})
-    assert_same(fourth.gather([2]), rows_of(kept(3), 1))
+    assert_same(third.gather([1, 3]), {r: {k: v[[0, 2]] for k, v in s.items()} for r, s in client_states(3).items()})
+    assert_same(fourth.gather([2]), rows_of(client_states(3), 1))
     assert (sorted(third.written), sorted(fourth.written)) == ([1, 3], [2])
 
 
@@ -160,14 +160,14 @@ def test_clients_that_keep_nothing_cost_nothing(make):
 
 def test_a_client_is_a_file_that_safetensors_reads(tmp_path):
     store = DiskStore(initial(), tmp_path)
-    store.scatter([6], kept(1))
+    store.scatter([6], client_states(1))
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("client_6-")
     result = load_file(path)
     assert set(result) == {"personal/a.weight", "personal/a.count", "extra/h", "extra/d"}
     for name, value in result.items():
         role, key = name.split("/")
-        assert torch.equal(value, kept(1)[role][key][0])
+        assert torch.equal(value, client_states(1)[role][key][0])
 
 
 def names(folder):
@@ -178,14 +178,14 @@ def test_outdated_files_are_deleted_once_two_newer_checkpoints_do_without_them(t
     store = DiskStore(initial(), tmp_path)
     checkpoints = []
     for round in range(4):
-        store.scatter([0, 1], kept(2, seed=round))
+        store.scatter([0, 1], client_states(2, seed=round))
         assert len(list(tmp_path.iterdir())) == 2 * min(round + 1, 3)
         checkpoints.append(store.state_dict())
         for age, saved in enumerate(reversed(checkpoints)):
             again = DiskStore(initial(), tmp_path / "other")
             if age < 2:
                 again.load_state_dict(saved)
-                assert_same(again.gather([0, 1]), kept(2, seed=round - age))
+                assert_same(again.gather([0, 1]), client_states(2, seed=round - age))
             else:
                 with pytest.raises(FileNotFoundError, match="client 0, is missing"):
                     again.load_state_dict(saved)
@@ -196,18 +196,18 @@ def test_where_older_checkpoints_are_kept_so_are_their_files(tmp_path):
     store = DiskStore(initial(), tmp_path / "clients", prune=False)
     checkpoints = []
     for round in range(4):
-        store.scatter([0], kept(1, seed=round))
+        store.scatter([0], client_states(1, seed=round))
         checkpoints.append(store.state_dict())
     for round, saved in enumerate(checkpoints):
         again = DiskStore(initial())
         again.load_state_dict(saved)
-        assert_same(again.gather([0]), kept(1, seed=round))
+        assert_same(again.gather([0]), client_states(1, seed=round))
 
 
 def test_files_of_a_temporary_folder_go_with_their_store():
     store = DiskStore(initial())
     for seed in range(3):
-        store.scatter([0, 1], kept(2, seed))
+        store.scatter([0, 1], client_states(2, seed))
     folder = store.folder
     assert len(list(folder.iterdir())) == 2
     del store
@@ -217,35 +217,35 @@ def test_files_of_a_temporary_folder_go_with_their_store():
 def test_a_resumed_run_keeps_the_files_of_the_checkpoint_it_came_from(tmp_path):
     """In the same folder too, until its own checkpoints are there."""
     store = DiskStore(initial(), tmp_path)
-    store.scatter([0, 1], kept(2, seed=1))
+    store.scatter([0, 1], client_states(2, seed=1))
     saved = store.state_dict()
-    store.scatter([0, 1], kept(2, seed=2))  # killed here, before the next checkpoint
+    store.scatter([0, 1], client_states(2, seed=2))  # killed here, before the next checkpoint
     again = DiskStore(initial(), tmp_path)
     again.load_state_dict(saved)
-    assert_same(again.gather([0, 1]), kept(2, seed=1))
-    again.scatter([0, 1], kept(2, seed=3))
+    assert_same(again.gather([0, 1]), client_states(2, seed=1))
+    again.scatter([0, 1], client_states(2, seed=3))
     again.state_dict()  # killed here, before it is written
     third = DiskStore(initial(), tmp_path)
     third.load_state_dict(saved)
-    assert_same(third.gather([0, 1]), kept(2, seed=1))
+    assert_same(third.gather([0, 1]), client_states(2, seed=1))
 
 
 def test_a_resumed_run_in_a_folder_of_its_own_does_not_need_the_old_one(tmp_path):
     old = tmp_path / "old" / "clients"
     new = tmp_path / "new" / "clients"
     store = DiskStore(initial(), old)
-    store.scatter([0, 1], kept(2, seed=1))
+    store.scatter([0, 1], client_states(2, seed=1))
     again = DiskStore(initial(), new)
     again.load_state_dict(store.state_dict())
-    again.scatter([1], rows_of(kept(2, seed=2), 1))
+    again.scatter([1], rows_of(client_states(2, seed=2), 1))
     saved = again.state_dict()
     assert len(list(old.iterdir())) == 2
     for path in old.iterdir():
         path.unlink()
     third = DiskStore(initial(), tmp_path / "third" / "clients")
     third.load_state_dict(saved)
-    assert_same(third.gather([0]), rows_of(kept(2, seed=1), 0))
-    assert_same(third.gather([1]), rows_of(kept(2, seed=2), 1))
+    assert_same(third.gather([0]), rows_of(client_states(2, seed=1), 0))
+    assert_same(third.gather([1]), rows_of(client_states(2, seed=2), 1))
 
 
 def rows_of(stacks, index):
@@ -255,20 +255,20 @@ def rows_of(stacks, index):
 @pytest.mark.parametrize("name", ["", "tuned"])
 def test_the_files_of_a_run_folder_that_was_moved_are_found(tmp_path, name):
     store = Storage("disk", tmp_path / "run" / "clients").open(initial(), name)
-    store.scatter([3], kept(1))
+    store.scatter([3], client_states(1))
     saved = store.state_dict()
     (tmp_path / "run").rename(tmp_path / "moved")
     again = ClientStore(initial())
     with pytest.raises(FileNotFoundError, match="client 3"):
         again.load_state_dict(saved)
     again.load_state_dict(locate(saved, tmp_path / "moved" / "checkpoints" / "last.ckpt"))
-    assert_same(again.gather([3]), kept(1))
+    assert_same(again.gather([3]), client_states(1))
 
 
 @pytest.mark.parametrize("damage", ["cut", "foreign"])
 def test_a_broken_file_is_named(tmp_path, damage):
     store = DiskStore(initial(), tmp_path)
-    store.scatter([3], kept(1))
+    store.scatter([3], client_states(1))
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
     path.write_bytes(content[:-1] if damage == "cut" else content.replace(b"a.weight", b"b.weight"))
@@ -280,7 +280,7 @@ def test_a_broken_file_is_named(tmp_path, damage):
 def test_a_changed_bit_and_another_clients_file_are_found_when_a_run_is_resumed(tmp_path, kind):
     """Of states of the same shapes; a file whose name has no digest is not taken."""
     store = DiskStore(initial(), tmp_path / "of_the_run")
-    store.scatter([3, 5], kept(2))
+    store.scatter([3, 5], client_states(2))
     saved = store.state_dict()
     paths = {client: store.folder / name for client, name in saved["files"].items()}
     contents = {client: path.read_bytes() for client, path in paths.items()}
@@ -290,7 +290,7 @@ def test_a_changed_bit_and_another_clients_file_are_found_when_a_run_is_resumed(
         again.load_state_dict(saved)
         return again
 
-    assert_same(resumed().gather([3]), rows_of(kept(2), 0))
+    assert_same(resumed().gather([3]), rows_of(client_states(2), 0))
     random = np.random.default_rng(0)
     for _ in range(20):
         content = bytearray(contents[3])
@@ -311,7 +311,7 @@ def test_a_changed_bit_and_another_clients_file_are_found_when_a_run_is_resumed(
 def test_a_file_of_something_else_is_rejected_though_its_name_has_its_digest(tmp_path):
     """A checkpoint of a stranger may name any file: what is not a client's states is not even adopted."""
     store = DiskStore(initial(), tmp_path)
-    store.scatter([3], kept(1))
+    store.scatter([3], client_states(1))
     saved = store.state_dict()
     path = tmp_path / saved["files"][3]
     content = b"x" * path.stat().st_size
@@ -325,7 +325,7 @@ def test_a_file_of_something_else_is_rejected_though_its_name_has_its_digest(tmp
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
     """Killed while it writes: the name that a checkpoint may give is given to whole files only."""
     store = DiskStore(initial(), tmp_path)
-    store.scatter([3], kept(1))
+    store.scatter([3], client_states(1))
 
     def killed(*args):
         raise KeyboardInterrupt
@@ -333,9 +333,9 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", killed)
     monkeypatch.setattr("pathlib.Path.replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        store.scatter([3], kept(1, seed=2))
+        store.scatter([3], client_states(1, seed=2))
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
-    assert_same(store.gather([3]), kept(1))
+    assert_same(store.gather([3]), client_states(1))
 
 
 @pytest.mark.parametrize(

@@ -34,40 +34,42 @@ def _meta(monkeypatch):
     monkeypatch.setattr(states, "WITHOUT_DOUBLE", {"meta"})
 
 
-def there(*shape, dtype=torch.float32):
+def empty_on_meta(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def test_the_stand_in_notices():
     with NoDouble(), pytest.raises(TypeError, match="float64"):
-        there(2).double()
+        empty_on_meta(2).double()
 
 
 @pytest.mark.parametrize("multilabel", [False, True])
 def test_evaluation(multilabel):
     task = task_of(multilabel)
     with NoDouble():
-        assert task.entropy(probabilities(there(4, 3), task)).dtype == torch.float32
+        assert task.entropy(probabilities(empty_on_meta(4, 3), task)).dtype == torch.float32
         tally = Tally(task)
-        y = there(4, 3, dtype=torch.int64) if multilabel else there(4, dtype=torch.int64)
-        tally.update(there(4, 3), y, there(4, dtype=torch.int64))
+        y = empty_on_meta(4, 3, dtype=torch.int64) if multilabel else empty_on_meta(4, dtype=torch.int64)
+        tally.update(empty_on_meta(4, 3), y, empty_on_meta(4, dtype=torch.int64))
         assert tally._bins.dtype == torch.float32
 
 
 def test_apfl():
     with NoDouble():
-        kept = APFL(alpha=0.3).initial_client_state({"w": there(2)}, None)
+        kept = APFL(alpha=0.3).initial_client_state({"w": empty_on_meta(2)}, None)
     assert kept["share"]["alpha"].dtype == torch.float32
 
 
 def test_privacy():
     with NoDouble():
-        clipped, norms = clip_updates({"w": there(2, 3)}, {"w": there(2, 3)}, 1.0)
-        noisy = noisy_updates({"w": there(2, 3)}, {"w": there(2, 3)}, clipped, 0.5, None)
+        clipped, norms = clip_updates({"w": empty_on_meta(2, 3)}, {"w": empty_on_meta(2, 3)}, 1.0)
+        noisy = noisy_updates({"w": empty_on_meta(2, 3)}, {"w": empty_on_meta(2, 3)}, clipped, 0.5, None)
         assert (norms.dtype, noisy["w"].dtype) == (torch.float32, torch.float32)
-        assert PerSampleGrads(there(6, 5)).weighted_sums(there(2, 3)).shape == (2, 5)
+        assert PerSampleGrads(empty_on_meta(6, 5)).weighted_sums(empty_on_meta(2, 3)).shape == (2, 5)
 
 
 def test_means_and_sums():
     with NoDouble():
-        assert aggregate.mean({"w": there(2, 3)}, torch.tensor([0.5, 0.5], dtype=torch.float64))["w"].shape == (3,)
+        assert aggregate.mean({"w": empty_on_meta(2, 3)}, torch.tensor([0.5, 0.5], dtype=torch.float64))["w"].shape == (
+            3,
+        )

@@ -56,7 +56,7 @@ class Network(nn.Module):
         return self.fc(self.drop(features))
 
 
-def trained(algorithm, dropout=0.0, rounds=2, draw=None, local_steps=None, network=None, **options):
+def train_clients(algorithm, dropout=0.0, rounds=2, draw=None, local_steps=None, network=None, **options):
     """The final states of six clients of unequal sizes, in chunks of one or two."""
     Network.threads.clear()
     clients = []
@@ -107,16 +107,16 @@ def assert_equal(states, others):
 @pytest.mark.every(3)
 def test_threads_change_no_result(algorithm, clients_per_chunk, two_threads):
     """Compared to the same run with a single thread, to the last bit, with dropout from the clients' streams."""
-    states = trained(algorithm(), clients_per_chunk=clients_per_chunk)
+    states = train_clients(algorithm(), clients_per_chunk=clients_per_chunk)
     assert len(other_threads()) >= 2  # new ones in each round
     torch.set_num_threads(1)
-    assert_equal(states, trained(algorithm(), clients_per_chunk=clients_per_chunk))
+    assert_equal(states, train_clients(algorithm(), clients_per_chunk=clients_per_chunk))
     assert not other_threads()
 
 
 def test_the_chunks_of_one_round_train_in_two_threads(two_threads):
     """In several rounds there would be as many threads even if each had a single one."""
-    trained(FedAvg(), rounds=1)
+    train_clients(FedAvg(), rounds=1)
     assert len(other_threads()) == 2
 
 
@@ -169,11 +169,11 @@ def test_chunks_behind_a_frozen_backbone_train_side_by_side(two_threads):
 @pytest.mark.parametrize("algorithm", [Ditto, FedAvg, lambda: PerAda(distill=False)])
 def test_threads_train_in_the_precision_of_the_run(algorithm, two_threads):
     """Autocast is a setting of each thread: states are those of one thread in bfloat16, not in single precision."""
-    states = trained(algorithm(), precision="bf16-mixed")
+    states = train_clients(algorithm(), precision="bf16-mixed")
     assert len(other_threads()) >= 2
     torch.set_num_threads(1)
-    assert_equal(states, trained(algorithm(), precision="bf16-mixed"))
-    single = trained(algorithm())
+    assert_equal(states, train_clients(algorithm(), precision="bf16-mixed"))
+    single = train_clients(algorithm())
     assert not all(torch.equal(states[name], value) for name, value in single.items())
 
 
@@ -224,7 +224,7 @@ def test_batches_of_chunks_that_train_at_a_time_come_in_turns():
 
 
 def test_a_network_that_draws_from_the_global_generator_stays_in_one_thread(two_threads):
-    assert_equal(trained(FedAvg(), dropout=0.2, rounds=1), trained(FedAvg(), dropout=0.2, rounds=1))
+    assert_equal(train_clients(FedAvg(), dropout=0.2, rounds=1), train_clients(FedAvg(), dropout=0.2, rounds=1))
     assert len(other_threads()) == 1
 
 
@@ -270,7 +270,7 @@ def trained_in_order(monkeypatch, *args, **options):
     """The same, with each step after the one before, in one thread from the first step of the run."""
     with monkeypatch.context() as patch:
         patch.setattr(GlobalStreams, "are_unchanged", lambda streams: False)
-        states = trained(*args, **options)
+        states = train_clients(*args, **options)
     assert len(other_threads()) <= options.get("rounds", 2) + 1
     return states
 
@@ -280,14 +280,14 @@ def test_draws_that_begin_late_are_drawn_in_order(case, two_threads, monkeypatch
     """In whatever round a network begins to draw from a global stream, and from whichever: as in one thread."""
     options = LATE_DRAWS[case] | {"rounds": 2}
     expected = trained_in_order(monkeypatch, FedAvg(), **options)
-    assert_equal(trained(FedAvg(), **options), expected)
+    assert_equal(train_clients(FedAvg(), **options), expected)
     assert len(other_threads()) >= (2 if "callbacks" in options else 1)
 
 
 def test_draws_that_begin_within_a_round_are_drawn_in_order(two_threads, monkeypatch):
     options = {"draw": draw_from_the_fifth_call, "rounds": 1, "local_steps": 8}
     expected = trained_in_order(monkeypatch, FedAvg(), **options)
-    assert_equal(trained(FedAvg(), **options), expected)
+    assert_equal(train_clients(FedAvg(), **options), expected)
 
 
 def test_draws_that_begin_in_the_fine_tuning_are_drawn_in_order(two_threads, monkeypatch):
@@ -302,15 +302,15 @@ def test_draws_that_begin_in_the_fine_tuning_are_drawn_in_order(two_threads, mon
         return {"rounds": 1, "callbacks": [RaiseLater()]}
 
     expected = trained_in_order(monkeypatch, FedAvgFT(), **options())
-    assert_equal(trained(FedAvgFT(), **options()), expected)
+    assert_equal(train_clients(FedAvgFT(), **options()), expected)
 
 
 def test_a_round_that_is_trained_again_ends_as_the_first_time(two_threads, monkeypatch):
     """To the last bit, if the network does not draw after all."""
-    states = trained(Ditto())
+    states = train_clients(Ditto())
     answers = iter([True])
     monkeypatch.setattr(Cohort, "drew_side_by_side", lambda cohort: next(answers, False))
-    assert_equal(states, trained(Ditto()))
+    assert_equal(states, train_clients(Ditto()))
     assert next(answers, None) is None
 
 
@@ -325,9 +325,9 @@ def test_a_round_that_is_trained_again_ends_as_the_first_time(two_threads, monke
 def test_two_threads_change_no_private_result(options, two_threads):
     """With privacy of images, the chunks train one after another; with that of clients, in threads."""
     network = nn.Sequential(nn.Flatten(), nn.Linear(50, 3))
-    states = trained(FedAvg(), rounds=1, network=network, **options)
+    states = train_clients(FedAvg(), rounds=1, network=network, **options)
     torch.set_num_threads(1)
-    assert_equal(states, trained(FedAvg(), rounds=1, network=network, **options))
+    assert_equal(states, train_clients(FedAvg(), rounds=1, network=network, **options))
 
 
 def test_private_gradients_and_loss_scales_are_made_for_one_chunk_after_another():
@@ -343,7 +343,7 @@ def test_an_algorithm_from_elsewhere_stays_in_one_thread(two_threads):
     class Own(FedAvg):
         pass
 
-    trained(Own())
+    train_clients(Own())
     assert not other_threads()
 
 

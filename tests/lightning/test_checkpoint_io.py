@@ -21,18 +21,21 @@ CONTENT = {"state_dict": {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3
 
 
 @pytest.fixture
-def written(tmp_path):
+def write_checkpoint(tmp_path):
     path = tmp_path / "run" / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint(CONTENT, path)
     return path
 
 
-def test_what_is_written_is_read_by_torch_alone(written):
-    for read in (torch.load(written, weights_only=True), AtomicCheckpointIO().load_checkpoint(written)):
+def test_what_is_written_is_read_by_torch_alone(write_checkpoint):
+    for read in (
+        torch.load(write_checkpoint, weights_only=True),
+        AtomicCheckpointIO().load_checkpoint(write_checkpoint),
+    ):
         assert read["epoch"] == 4
         assert read["name"] == "ü"
         assert torch.equal(read["state_dict"]["w"], CONTENT["state_dict"]["w"])
-    assert os.listdir(written.parent) == ["last.ckpt"]
+    assert os.listdir(write_checkpoint.parent) == ["last.ckpt"]
 
 
 def test_no_copy_of_a_checkpoint_is_made_in_memory(tmp_path):
@@ -46,21 +49,21 @@ def test_no_copy_of_a_checkpoint_is_made_in_memory(tmp_path):
     assert peak < 16 * 2**20
 
 
-def test_any_flipped_bit_is_found(written):
-    content = written.read_bytes()
+def test_any_flipped_bit_is_found(write_checkpoint):
+    content = write_checkpoint.read_bytes()
     generator = random.Random(0)
     places = {0, *range(len(content) - 110, len(content)), *generator.sample(range(len(content)), 300)}
     for place in places:
         damaged = bytearray(content)
         damaged[place] ^= 1 << generator.randrange(8)
-        written.write_bytes(damaged)
+        write_checkpoint.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"ckpt_path='.*last\.ckpt' (is|was)"):
-            check_intact_file(written)
-    written.write_bytes(content)
-    check_intact_file(written)
+            check_intact_file(write_checkpoint)
+    write_checkpoint.write_bytes(content)
+    check_intact_file(write_checkpoint)
 
 
-def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(written, monkeypatch):
+def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(write_checkpoint, monkeypatch):
     @contextmanager
     def flipping(target, **_):
         with target.open("w+b") as file:
@@ -80,16 +83,16 @@ def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(written, monkeypatch):
             yield Flipping()
 
     monkeypatch.setattr("perada.lightning.checkpoint.open_atomic", flipping)
-    AtomicCheckpointIO().save_checkpoint(CONTENT, written)
+    AtomicCheckpointIO().save_checkpoint(CONTENT, write_checkpoint)
     with pytest.raises(ValueError, match="is damaged"):
-        check_intact_file(written)
+        check_intact_file(write_checkpoint)
 
 
 @pytest.mark.parametrize("left", [0, 1, 100, -1, -79, -90, -2000])
-def test_a_file_that_is_cut_off_is_found(written, left):
-    written.write_bytes(written.read_bytes()[:left])
+def test_a_file_that_is_cut_off_is_found(write_checkpoint, left):
+    write_checkpoint.write_bytes(write_checkpoint.read_bytes()[:left])
     with pytest.raises(ValueError, match=r"last\.ckpt' is (not a checkpoint|damaged)"):
-        check_intact_file(written)
+        check_intact_file(write_checkpoint)
 
 
 def test_damage_of_another_programs_checkpoint_is_found_by_the_checksums_of_its_tensors(tmp_path):
@@ -104,15 +107,15 @@ def test_damage_of_another_programs_checkpoint_is_found_by_the_checksums_of_its_
         check_intact_file(path)
 
 
-def test_the_one_before_is_kept(written):
-    before = written.read_bytes()
-    AtomicCheckpointIO().save_checkpoint({"epoch": 5}, written)
-    assert (written.parent / "last.previous.ckpt").read_bytes() == before
-    assert torch.load(written) == {"epoch": 5}
-    AtomicCheckpointIO().save_checkpoint({"epoch": 6}, written)
-    assert torch.load(written.parent / "last.previous.ckpt") == {"epoch": 5}
-    AtomicCheckpointIO().save_checkpoint({"epoch": 7}, written.parent / "best.ckpt")
-    assert sorted(os.listdir(written.parent)) == ["best.ckpt", "last.ckpt", "last.previous.ckpt"]
+def test_the_one_before_is_kept(write_checkpoint):
+    before = write_checkpoint.read_bytes()
+    AtomicCheckpointIO().save_checkpoint({"epoch": 5}, write_checkpoint)
+    assert (write_checkpoint.parent / "last.previous.ckpt").read_bytes() == before
+    assert torch.load(write_checkpoint) == {"epoch": 5}
+    AtomicCheckpointIO().save_checkpoint({"epoch": 6}, write_checkpoint)
+    assert torch.load(write_checkpoint.parent / "last.previous.ckpt") == {"epoch": 5}
+    AtomicCheckpointIO().save_checkpoint({"epoch": 7}, write_checkpoint.parent / "best.ckpt")
+    assert sorted(os.listdir(write_checkpoint.parent)) == ["best.ckpt", "last.ckpt", "last.previous.ckpt"]
 
 
 class Killed(BaseException):
@@ -124,8 +127,8 @@ CALLS = ["link", "fsync", "replace"]
 
 @pytest.mark.parametrize("moment", [(name, nth) for name in CALLS for nth in (1, 2) if (name, nth) != ("link", 2)])
 @pytest.mark.parametrize("happens", ["kill", "full disk"])
-def test_whatever_happens_there_is_a_whole_one(written, monkeypatch, moment, happens):
-    AtomicCheckpointIO().save_checkpoint({"epoch": 5}, written)
+def test_whatever_happens_there_is_a_whole_one(write_checkpoint, monkeypatch, moment, happens):
+    AtomicCheckpointIO().save_checkpoint({"epoch": 5}, write_checkpoint)
     left = {name: moment[1] if name == moment[0] else 0 for name in CALLS}
     real = {n: getattr(os, n) for n in CALLS}
     stop = Killed() if happens == "kill" else OSError(errno.ENOSPC, "No space left on device")
@@ -143,16 +146,16 @@ def test_whatever_happens_there_is_a_whole_one(written, monkeypatch, moment, hap
         monkeypatch.setattr(os, name, call(name))
     linked = moment[0] == "link" and happens == "full disk"  # then it is renamed instead
     if linked:
-        AtomicCheckpointIO().save_checkpoint({"epoch": 6}, written)
+        AtomicCheckpointIO().save_checkpoint({"epoch": 6}, write_checkpoint)
     else:
         with pytest.raises((Killed, OSError)) as raised:
-            AtomicCheckpointIO().save_checkpoint({"epoch": 6}, written)
+            AtomicCheckpointIO().save_checkpoint({"epoch": 6}, write_checkpoint)
         if happens == "full disk":
             assert re.search(r"No space left on device: '.*/run(/last.ckpt)?'$", str(raised.value))
-            assert not list(written.parent.glob(".last.ckpt.partial"))
+            assert not list(write_checkpoint.parent.glob(".last.ckpt.partial"))
     monkeypatch.undo()
-    check_intact_file(written)
-    epochs = torch.load(written)["epoch"], torch.load(written.parent / "last.previous.ckpt")["epoch"]
+    check_intact_file(write_checkpoint)
+    epochs = torch.load(write_checkpoint)["epoch"], torch.load(write_checkpoint.parent / "last.previous.ckpt")["epoch"]
     assert epochs in [(5, 4), (5, 5), (6, 5)]
 
 
@@ -183,19 +186,19 @@ def test_a_disk_that_is_full_is_named_with_the_runs_folder(tiny, tmp_path, size)
         torch.testing.assert_close(resumed.states(role), undisturbed.states(role), rtol=0, atol=0)
 
 
-def test_what_was_replaced_is_older_whatever_the_times_of_the_files_say(written):
-    AtomicCheckpointIO().save_checkpoint({"epoch": 5}, written)
-    replaced = written.with_name("last.previous.ckpt")
-    other = written.parent / "of_another_name.ckpt"
+def test_what_was_replaced_is_older_whatever_the_times_of_the_files_say(write_checkpoint):
+    AtomicCheckpointIO().save_checkpoint({"epoch": 5}, write_checkpoint)
+    replaced = write_checkpoint.with_name("last.previous.ckpt")
+    other = write_checkpoint.parent / "of_another_name.ckpt"
     AtomicCheckpointIO().save_checkpoint({"epoch": 1}, other)
-    for time, path in enumerate((other, written, replaced)):  # as after copying the folder
+    for time, path in enumerate((other, write_checkpoint, replaced)):  # as after copying the folder
         os.utime(path, (time, time))
-    folder = written.parent
-    assert newest_intact(folder.glob("*.ckpt")) == written
-    written.write_bytes(b"")
+    folder = write_checkpoint.parent
+    assert newest_intact(folder.glob("*.ckpt")) == write_checkpoint
+    write_checkpoint.write_bytes(b"")
     with pytest.warns(UserWarning, match=r"'.*/last\.ckpt' is not a checkpoint"):
         assert newest_intact(folder.glob("*.ckpt")) == replaced
-    written.unlink()
+    write_checkpoint.unlink()
     os.utime(other, (3, 3))
     assert newest_intact(folder.glob("*.ckpt")) == other
     assert newest_intact([]) is None

@@ -7,7 +7,7 @@ import torch
 from perada.data import FederatedData
 
 
-def named(tiny, names, sizes=None):
+def named_clients(tiny, names, sizes=None):
     """Clients by name, each with the images that its name stands for."""
     data = tiny.data(sizes=(9, 5, 14, 7, 20, 6, 8))
     places = [sorted("abcdefg").index(name) for name in names]
@@ -25,8 +25,8 @@ def equal(one, other):
 
 @pytest.mark.parametrize("store", [pytest.param("device", marks=pytest.mark.slow), "disk"])
 def test_the_former_clients_keep_their_states_and_others_begin_with_the_global_one(tiny, tmp_path, store):
-    first = run(tiny, tmp_path, named(tiny, list("bdf")), 2, client_store=store)
-    more = named(tiny, list("abcdf"))  # in between, so that numbers change
+    first = run(tiny, tmp_path, named_clients(tiny, list("bdf")), 2, client_store=store)
+    more = named_clients(tiny, list("abcdf"))  # in between, so that numbers change
     resumed = run(tiny, tmp_path, more, 2, ckpt_path="last", resume_allow=["clients"], client_store=store)
     for name in "bdf":
         assert equal(first.state("personal", name), resumed.state("personal", name))

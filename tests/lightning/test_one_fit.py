@@ -47,7 +47,7 @@ def trainer(one, rounds=1, **options):
     return pl.Trainer(callbacks=[one], max_epochs=rounds, **PLAIN | options)
 
 
-def rejected(message, call):
+def assert_rejected(message, call):
     with pytest.raises(ValueError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
@@ -65,10 +65,10 @@ def test_another_fit_is_rejected_and_changes_nothing(privacy):
     state = before.state("global")
     metrics = copy.deepcopy(before.metrics)
     for other in (first, trainer(one), trainer(one, 5)):
-        rejected(AGAIN, lambda other=other: other.fit(network, served))
-        rejected(AGAIN, lambda other=other: other.fit(network, data()))
+        assert_rejected(AGAIN, lambda other=other: other.fit(network, served))
+        assert_rejected(AGAIN, lambda other=other: other.fit(network, data()))
     first.fit_loop.max_epochs = 3
-    rejected(AGAIN, lambda: first.fit(network, served))
+    assert_rejected(AGAIN, lambda: first.fit(network, served))
     after = one.outcome(network)
     assert after.metrics == metrics
     assert all(torch.equal(after.state("global")[key], state[key]) for key in state)
@@ -76,7 +76,7 @@ def test_another_fit_is_rejected_and_changes_nothing(privacy):
 
 def test_a_trainer_has_one_loop():
     two = pl.Trainer(callbacks=[loop(), loop()], max_epochs=1, **PLAIN)
-    rejected(
+    assert_rejected(
         "several FederatedLoops",
         lambda: two.fit(module(), data()),
     )
@@ -107,14 +107,14 @@ def test_a_loop_does_not_change_its_module_or_data():
     served = data()
     trainer(one).fit(network, served)
     for call in (trainer(one).validate, trainer(one).test):
-        rejected(OTHERS, lambda call=call: call(module(), served))
+        assert_rejected(OTHERS, lambda call=call: call(module(), served))
     for call in (trainer(one).validate, trainer(one).test):
-        rejected(OTHERS, lambda call=call: call(network, data()))
+        assert_rejected(OTHERS, lambda call=call: call(network, data()))
     other = loop()
-    rejected(OTHERS, lambda: trainer(other).fit(network, served))
+    assert_rejected(OTHERS, lambda: trainer(other).fit(network, served))
     # Nor one with the very same algorithm, whose states it would take for its own.
     same = FederatedLoop(one.algorithm, privacy=one.privacy)
-    rejected(OTHERS, lambda: trainer(same).fit(network, served))
+    assert_rejected(OTHERS, lambda: trainer(same).fit(network, served))
     trainer(one).validate(network, served, verbose=False)
     trainer(one).test(network, served, verbose=False)
 
@@ -128,12 +128,12 @@ def test_copies_of_a_loop(copied):
     served = data()
     early = copied(fresh)
     trainer(fresh).fit(network, served)
-    rejected(OTHERS, lambda: trainer(early).fit(network, served))
+    assert_rejected(OTHERS, lambda: trainer(early).fit(network, served))
     trainer(early).fit(module(), served)
     assert len(fresh.history) == len(early.history) == 1
     late = copy.copy(fresh)
-    rejected(AGAIN, lambda: trainer(late).fit(network, served))
-    rejected(AGAIN, lambda: trainer(late).fit(module(), served))
+    assert_rejected(AGAIN, lambda: trainer(late).fit(network, served))
+    assert_rejected(AGAIN, lambda: trainer(late).fit(module(), served))
 
 
 def test_a_copy_of_all_objects_after_the_fit_has_been_fitted():
@@ -142,7 +142,7 @@ def test_a_copy_of_all_objects_after_the_fit_has_been_fitted():
     served = data()
     trainer(one).fit(network, served)
     other, own, its = copy.deepcopy((one, network, served))
-    rejected(AGAIN, lambda: trainer(other).fit(own, its))
+    assert_rejected(AGAIN, lambda: trainer(other).fit(own, its))
 
 
 def test_one_data_module_serves_one_loop_after_the_other():
@@ -185,7 +185,7 @@ def test_what_was_loaded_for_an_evaluation_is_not_trained_from_the_first_round(t
     own = module()
     its = data()
     trainer(other, 3).validate(own, its, ckpt_path=saved, verbose=False)
-    rejected("holds 2 rounds of a checkpoint that was evaluated", lambda: trainer(other, 3).fit(own, its))
+    assert_rejected("holds 2 rounds of a checkpoint that was evaluated", lambda: trainer(other, 3).fit(own, its))
     trainer(other, 3).fit(own, its, ckpt_path=saved)
     assert [record["round"] for record in other.history] == [0, 1, 2]
     again = loop()
@@ -203,7 +203,7 @@ def test_a_trainer_that_has_counted_other_epochs_is_rejected():
     shared.fit(network, served)
     shared.callbacks[:] = [loop()]
     shared.fit_loop.max_epochs = 2
-    rejected(
+    assert_rejected(
         "round 2 cannot be trained after 0 rounds: the Trainer's own count differs",
         lambda: shared.fit(module(), data()),
     )
@@ -238,6 +238,6 @@ def test_data_that_change_under_way_are_rejected(change, message):
 def test_trial_steps_are_rejected():
     message = "BatchSizeFinder is not supported"
     tuned = trainer(loop())
-    rejected(message, lambda: Tuner(tuned).scale_batch_size(module(), datamodule=data()))
+    assert_rejected(message, lambda: Tuner(tuned).scale_batch_size(module(), datamodule=data()))
     finding = pl.Trainer(callbacks=[loop(), pl.callbacks.BatchSizeFinder()], max_epochs=1, **PLAIN)
-    rejected(message, lambda: finding.fit(module(), data()))
+    assert_rejected(message, lambda: finding.fit(module(), data()))

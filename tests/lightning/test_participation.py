@@ -17,7 +17,7 @@ from perada.federation.participation import STALE, Participation
 from perada.results.clients import forget
 
 from .test_failing_clients import Later, federation
-from .test_growth import named
+from .test_growth import named_clients
 
 SECTIONS = {
     "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
@@ -31,7 +31,7 @@ def fit(tiny, rounds=4, data=None, **options):
     return tiny.finetune(data or tiny.data(public=False), rounds=rounds, **settings)
 
 
-def drawn(rounds, clients=5, size=2, seed=0):
+def last_rounds(rounds, clients=5, size=2, seed=0):
     """The last round of each client by the rule that draws cohorts, with a plain loop."""
     last = [0] * clients
     for round in range(rounds):
@@ -49,7 +49,7 @@ def mean_over(values, chosen):
 @pytest.mark.parametrize("rounds", [1, 2, 3, 8, 30])
 def test_recent_and_stale_clients_are_those_of_a_plain_loop(clients, size, rounds):
     cohorts = [sample_cohort(3, round, clients, size) for round in range(rounds)]
-    last = drawn(rounds, clients, size, seed=3)
+    last = last_rounds(rounds, clients, size, seed=3)
     participation = Participation(last, rounds, size)
     turn = -(-clients // (size or clients))  # as many rounds as it takes to draw as many clients as there are
     lately = {client for cohort in cohorts[-turn:] for client in cohort}
@@ -82,7 +82,7 @@ def test_the_last_rounds_are_those_of_the_cohorts_that_were_drawn(tiny, algorith
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = fit(tiny, 5, algorithm=algorithm)
-    last = drawn(5)
+    last = last_rounds(5)
     assert run.metrics["clients"]["last_round"] == last
     assert run.metrics["test_images"] == [6] * 5
     recent = [one > 2 for one in last]  # 5 clients, 2 in a round: the last 3 rounds
@@ -103,7 +103,7 @@ def test_the_last_rounds_are_those_of_the_cohorts_that_were_drawn(tiny, algorith
 def test_the_score_of_recent_clients_is_that_of_each_round(tiny):
     run = fit(tiny, 5, seed=2)
     for number, row in enumerate(run.metrics["rounds"]):
-        recent = [one > max(0, number + 1 - 3) for one in drawn(number + 1, seed=2)]
+        recent = [one > max(0, number + 1 - 3) for one in last_rounds(number + 1, seed=2)]
         scores = run.metrics["by_round"][number]["personal/local_test"]
         assert row["personal/local_test_recent"] == pytest.approx(mean_over(scores, recent), abs=1e-5)
 
@@ -119,11 +119,11 @@ def test_where_all_take_part_all_are_recent(tiny):
 
 @pytest.mark.slow
 def test_a_client_that_never_took_part_is_not_recent(tiny):
-    seed = next(seed for seed in range(50) if drawn(2, seed=seed).count(0) == 2)
+    seed = next(seed for seed in range(50) if last_rounds(2, seed=seed).count(0) == 2)
     with pytest.warns(UserWarning, match="not taken part"):
         run = fit(tiny, 2, seed=seed)
     last = run.metrics["clients"]["last_round"]
-    assert last == drawn(2, seed=seed) and last.count(0) == 2
+    assert last == last_rounds(2, seed=seed) and last.count(0) == 2
     scores = run.metrics["clients"]["personal/local_test"]
     assert run.metrics["rounds"][-1]["personal/local_test_recent"] == pytest.approx(
         mean_over(scores, [one > 0 for one in last])
@@ -137,23 +137,23 @@ def test_a_resumed_run_knows_who_took_part_before(tiny, tmp_path):
     options = {"logger": True, "enable_checkpointing": None, "default_root_dir": str(tmp_path)}
     fit(tiny, 2, **options)
     resumed = fit(tiny, 3, ckpt_path="last", **options)
-    assert resumed.metrics["clients"]["last_round"] == drawn(3)
+    assert resumed.metrics["clients"]["last_round"] == last_rounds(3)
     at_once = fit(tiny, 3)
     assert [row["personal/local_test_recent"] for row in resumed.metrics["rounds"]] == [
         row["personal/local_test_recent"] for row in at_once.metrics["rounds"]
     ]
     loaded = perada.Run.load(tmp_path / "lightning_logs" / "version_1", backbone=tiny.net())
-    assert loaded.metrics["clients"]["last_round"] == drawn(3)
+    assert loaded.metrics["clients"]["last_round"] == last_rounds(3)
 
 
 @pytest.mark.slow
 def test_clients_keep_their_last_rounds_where_a_run_resumes_with_more(tiny, tmp_path):
     options = {"logger": True, "enable_checkpointing": None, "default_root_dir": str(tmp_path), "clients_per_round": 1}
-    first = fit(tiny, 2, data=named(tiny, list("bdf")), **options)
-    more = named(tiny, list("abcdf"))
+    first = fit(tiny, 2, data=named_clients(tiny, list("bdf")), **options)
+    more = named_clients(tiny, list("abcdf"))
     resumed = fit(tiny, 2, data=more, ckpt_path="last", resume_allow=["clients"], **options)
     former = dict(zip("bdf", first.metrics["clients"]["last_round"], strict=True))
-    assert sorted(former.values()) == sorted(drawn(2, clients=3, size=1))
+    assert sorted(former.values()) == sorted(last_rounds(2, clients=3, size=1))
     assert resumed.metrics["clients"]["last_round"] == [former.get(name, 0) for name in "abcdf"]
 
 
@@ -184,10 +184,10 @@ def test_a_private_run_says_nothing_that_depends_on_who_failed(tiny, tmp_path, s
             warnings.simplefilter("always")
             runs.append(fit(tiny, 3, **options, **level))
         said = [str(one.message) for one in caught if re.match(STALE, str(one.message))]
-        stale = [one for one in drawn(3, clients=3, size=1) if 3 - one > 1.5]
+        stale = [one for one in last_rounds(3, clients=3, size=1) if 3 - one > 1.5]
         assert len(said) == bool(stale)
         assert all("(client" not in text and f"{len(stale)} of 3" in text for text in said)
-    last = drawn(3, clients=3, size=1)
+    last = last_rounds(3, clients=3, size=1)
     assert runs[0].metrics["clients"]["last_round"] == runs[1].metrics["clients"]["last_round"] == last
     runs[0].save(tmp_path / "saved")
     content = (tmp_path / "saved" / "run.json").read_text()
@@ -200,7 +200,7 @@ def test_a_client_that_was_forgotten_or_joined_has_no_last_round(tiny, tmp_path)
     run.save(tmp_path / "saved")
     forget(tmp_path / "saved", 2)
     content = json.loads((tmp_path / "saved" / "run.json").read_text())["metrics"]
-    last = drawn(3)
+    last = last_rounds(3)
     assert content["clients"]["last_round"] == [*last[:2], None, *last[3:]]
     assert content["test_images"] == [6, 6, 0, 6, 6]
     alone = fit(tiny, 1, data=tiny.data(sizes=(9,), public=False), clients_per_round=None)
@@ -223,7 +223,7 @@ def test_the_table_of_clients_shows_last_rounds_and_what_the_mean_hides(tmp_path
     output = capsys.readouterr().out
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines() if line.startswith("|")]
     place = table[0].index("last round")
-    last = drawn(2, size=1)
+    last = last_rounds(2, size=1)
     assert [row[place] for row in table[2:7]] == [str(one) if one else "never" for one in last]
     assert table[7][place] == ""
     metrics = json.loads((tmp_path / "lightning_logs" / "version_0" / "run.json").read_text())["metrics"]

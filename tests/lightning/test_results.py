@@ -19,7 +19,7 @@ def fit(tiny, path, rounds=2, **options):
     return tiny.finetune(options.pop("data", None) or tiny.data(), **options)
 
 
-def saved(path, version=0):
+def read_run_file(path, version=0):
     return json.loads((path / "lightning_logs" / f"version_{version}" / "run.json").read_text())
 
 
@@ -31,7 +31,7 @@ def ran(tiny, tmp_path_factory):
 
 def test_the_runs_folder_holds_the_metrics(ran):
     run, path = ran
-    content = saved(path)
+    content = read_run_file(path)
     assert content["metrics"] == run.metrics
     assert content["info"] == run.info
     assert content["command"] == []
@@ -117,7 +117,7 @@ def test_a_resumed_run_knows_what_was_before(ran, tiny, tmp_path):
     checkpoint = tmp_path / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt"
     resumed = fit(tiny, tmp_path, ckpt_path=str(checkpoint))
     assert resumed.metrics == ran[0].metrics
-    assert saved(tmp_path, 1)["metrics"] == ran[0].metrics
+    assert read_run_file(tmp_path, 1)["metrics"] == ran[0].metrics
 
 
 def test_without_test_images_only_the_partition_is_known(tiny, tmp_path):

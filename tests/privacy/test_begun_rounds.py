@@ -112,7 +112,7 @@ def epsilon(steps):
     return history_epsilon({(SIGMA, 1.0): steps}, DELTA)
 
 
-def spent(run, level):
+def spent_epsilon(run, level):
     record = run.info["privacy"]
     return record["sample"]["release"] if level == "images" else record["client"]["epsilon"]
 
@@ -132,7 +132,7 @@ def test_a_round_that_crashed_is_counted_with_the_one_in_its_place(tmp_path, mon
     with pytest.warns(UserWarning, match=r"round 2 .*already begun"):
         run = fit(tmp_path, ckpt_path=last, **LEVELS[level])
     assert [record["round"] for record in run.metrics["rounds"]] == [0, 1, 2]
-    assert spent(run, level) == pytest.approx([epsilon(4 * per_round(level))] * CLIENTS, rel=1e-9)
+    assert spent_epsilon(run, level) == pytest.approx([epsilon(4 * per_round(level))] * CLIENTS, rel=1e-9)
     assert 3 * per_round(level) <= drawn.rows / CLIENTS <= 4 * per_round(level)
     assert (drawn.rows / CLIENTS == 4 * per_round(level)) == (when != "opened")
 
@@ -148,7 +148,7 @@ def test_every_crash_counts_once_more(tmp_path, level):
         crashed(tmp_path, "closed", ckpt_path=last, **LEVELS[level])
         assert not (checkpoints(tmp_path, times) / "last.ckpt").exists()
     run = fit(tmp_path, ckpt_path=last, **LEVELS[level])
-    assert spent(run, level) == pytest.approx([epsilon(6 * per_round(level))] * CLIENTS, rel=1e-9)
+    assert spent_epsilon(run, level) == pytest.approx([epsilon(6 * per_round(level))] * CLIENTS, rel=1e-9)
 
 
 @pytest.mark.slow
@@ -159,16 +159,18 @@ def test_branches_from_one_checkpoint_know_of_each_other(tmp_path):
     fit(tmp_path, 1, **options)
     first = str(checkpoints(tmp_path) / "last.ckpt")
     one = fit(tmp_path, 2, ckpt_path=first, **options)
-    assert spent(one, "images") == pytest.approx([epsilon(4)] * CLIENTS)
+    assert spent_epsilon(one, "images") == pytest.approx([epsilon(4)] * CLIENTS)
     two = fit(tmp_path, 3, ckpt_path=first, **options)
-    assert spent(two, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
+    assert spent_epsilon(two, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
     # The second branch's checkpoint holds the first branch's round already.
     three = fit(tmp_path, 4, ckpt_path=str(checkpoints(tmp_path, 2) / "last.ckpt"), **options)
-    assert spent(three, "images") == pytest.approx([epsilon(2 * 5)] * CLIENTS)
+    assert spent_epsilon(three, "images") == pytest.approx([epsilon(2 * 5)] * CLIENTS)
     # The first one's knows of what came after it.
     four = fit(tmp_path, 3, ckpt_path=str(checkpoints(tmp_path, 1) / "last.ckpt"), **options)
-    assert spent(four, "images") == pytest.approx([epsilon(2 * 6)] * CLIENTS)
-    assert spent(fit(tmp_path, 1, ckpt_path=first, **options), "images") == pytest.approx([epsilon(2 * 6)] * CLIENTS)
+    assert spent_epsilon(four, "images") == pytest.approx([epsilon(2 * 6)] * CLIENTS)
+    assert spent_epsilon(fit(tmp_path, 1, ckpt_path=first, **options), "images") == pytest.approx(
+        [epsilon(2 * 6)] * CLIENTS
+    )
 
 
 @pytest.mark.slow
@@ -191,7 +193,7 @@ def test_after_sigkill_the_round_is_on_disk(tmp_path):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     with pytest.warns(UserWarning, match=r"round 2 .*already begun"):
         run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **LEVELS["images"])
-    assert spent(run, "images") == pytest.approx([epsilon(8)] * CLIENTS)
+    assert spent_epsilon(run, "images") == pytest.approx([epsilon(8)] * CLIENTS)
 
 
 @pytest.mark.every(2)
@@ -204,20 +206,20 @@ def test_a_target_is_kept_through_a_crash(tmp_path, level):
     last = str(checkpoints(tmp_path) / "last.ckpt")
     run = fit(tmp_path, ckpt_path=last, **target)
     assert [record["round"] for record in run.metrics["rounds"]] == [0, 1]
-    assert max(spent(run, level)) <= 4.0
-    assert min(spent(run, level)) >= 3.99
+    assert max(spent_epsilon(run, level)) <= 4.0
+    assert min(spent_epsilon(run, level)) >= 3.99
     assert len(run.metrics["clients"]["personal/local_test"]) == CLIENTS
     # And once more: there is no room left at all.
     with pytest.warns(UserWarning, match="after 1 rounds"):
         again = fit(tmp_path, ckpt_path=last, **target)
     assert [record["round"] for record in again.metrics["rounds"]] == [0]
-    assert max(spent(again, level)) <= 4.0
+    assert max(spent_epsilon(again, level)) <= 4.0
     assert len(again.metrics["clients"]["personal/local_test"]) == CLIENTS
     # What the crash cost does not look like another plan: the ended run can be resumed, and evaluated.
     ended = str(checkpoints(tmp_path, 1) / "last.ckpt")
     with pytest.warns(UserWarning, match="after 2 rounds"):
         once_more = fit(tmp_path, ckpt_path=ended, **target)
-    assert spent(once_more, level) == spent(run, level)
+    assert spent_epsilon(once_more, level) == spent_epsilon(run, level)
     with pytest.raises(ValueError, match=r"target_epsilon=4\.0 .*different plan"):
         fit(tmp_path, 6, ckpt_path=ended, **target)
 
@@ -238,7 +240,7 @@ def test_a_calibrated_run_is_not_resumed_for_more_rounds(tmp_path, level):
     noise = [one.get("noise_multiplier") or one["noise_multipliers"][0] for one in record]
     assert noise[0] == noise[1]
     rounds = history_epsilon({(noise[0], 1.0): 4 * expected}, DELTA)
-    assert spent(run, level) == pytest.approx([rounds] * CLIENTS)
+    assert spent_epsilon(run, level) == pytest.approx([rounds] * CLIENTS)
 
 
 def test_a_budget_that_is_spent_ends_the_run_and_its_resumption(tmp_path, monkeypatch):
@@ -461,7 +463,7 @@ def test_without_the_journal_of_a_run_it_is_not_resumed(tmp_path, loss):
         head_file(moved).rename(head_file(tmp_path / JOURNAL))
         with pytest.warns(UserWarning, match=r"round 3 .*already begun"):
             run = fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
-        assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
+        assert spent_epsilon(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
 
 @pytest.mark.every(2)
@@ -472,7 +474,7 @@ def test_checkpoints_of_ones_own_have_a_journal_too(tmp_path, level):
         fit(tmp_path, callbacks=[Saves(tmp_path / "mine.ckpt"), Crash(2, "opened")], **options)
     with pytest.warns(UserWarning, match=r"round 3 .*already begun"):
         run = fit(tmp_path, ckpt_path=str(tmp_path / "mine.ckpt"), **options)
-    assert spent(run, level) == pytest.approx([epsilon(per_round(level) * 4)] * CLIENTS)
+    assert spent_epsilon(run, level) == pytest.approx([epsilon(per_round(level) * 4)] * CLIENTS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.ckpt", "privacy_ledger.head", JOURNAL]
 
 
@@ -492,7 +494,7 @@ def test_where_one_of_two_levels_is_in_the_test_mode_the_other_draws_anew(tmp_pa
     crashed(tmp_path, "closed", **both)
     with pytest.warns(UserWarning, match=r"round 2 .*already begun"):
         run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **both)
-    assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
+    assert spent_epsilon(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
 
 def test_a_round_is_counted_with_the_noise_that_it_had(tmp_path):
@@ -502,7 +504,7 @@ def test_a_round_is_counted_with_the_noise_that_it_had(tmp_path):
     with pytest.warns(UserWarning, match=r"round 2 .*already begun"):
         run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **other)
     expected = history_epsilon({(SIGMA, 1.0): 2, (2 * SIGMA, 1.0): 2}, DELTA)
-    assert spent(run, "clients") == pytest.approx([expected] * CLIENTS)
+    assert spent_epsilon(run, "clients") == pytest.approx([expected] * CLIENTS)
 
 
 @pytest.mark.slow
@@ -518,7 +520,7 @@ def test_two_runs_that_write_into_one_folder_do_not_count_each_others_rounds(tmp
             one([Crash(1, "opened")])
         with pytest.warns(UserWarning, match=r"round 2 .*already begun"):
             run = one(ckpt_path=str(tmp_path / "both" / "last.ckpt"))
-    assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
+    assert spent_epsilon(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
 
 @pytest.mark.filterwarnings(RESUMED)
@@ -540,7 +542,7 @@ def test_branches_know_of_each_other_where_they_are_moved_together(tmp_path, mov
     if moved:
         with pytest.warns(UserWarning, match=r"round 2 .*already begun"):
             run = fit(root, 3, ckpt_path=path, **options)
-        assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
+        assert spent_epsilon(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
     else:
         with pytest.warns(
             UserWarning,
@@ -556,7 +558,9 @@ def test_in_the_test_mode_a_round_with_other_noise_is_counted_once_more(tmp_path
     within = Saves(tmp_path / "within.ckpt", "on_train_batch_start")
     crashed(tmp_path, "trained", 0, callbacks=[within], **options(4.0))
     run = fit(tmp_path, 1, ckpt_path=within.path, **options(0.5))
-    assert spent(run, "images") == pytest.approx([history_epsilon({(4.0, 1.0): 2, (0.5, 1.0): 2}, DELTA)] * CLIENTS)
+    assert spent_epsilon(run, "images") == pytest.approx(
+        [history_epsilon({(4.0, 1.0): 2, (0.5, 1.0): 2}, DELTA)] * CLIENTS
+    )
 
 
 def test_an_id_that_perada_did_not_write_is_not_written_into_a_journal(tmp_path):
@@ -612,7 +616,7 @@ def test_a_client_that_breaks_is_counted_like_the_others(tmp_path, level):
     options |= {"accelerator": "cpu", "enable_progress_bar": False, "logger": False}
     network = nn.Sequential(nn.Flatten(), nn.Linear(PIXELS, CLASSES))
     run = perada.finetune(network, data, **sections(**options, **LEVELS[level]))
-    assert spent(run, level) == pytest.approx([epsilon(2)] * CLIENTS)
+    assert spent_epsilon(run, level) == pytest.approx([epsilon(2)] * CLIENTS)
     assert all(value.isfinite().all() for value in run.state("global").values())
 
 

@@ -155,7 +155,7 @@ def privatize(updates, received, max_norm, noise_multiplier, generators):
     return noisy_updates(updates, received, clipped, max_norm * noise_multiplier / math.sqrt(len(norms)), generators)
 
 
-def counted(level, updates, received, round, clients):
+def count_round(level, updates, received, round, clients):
     """A round, counted and made private."""
     level.spend(level.round_costs(RoundPlan(round, tuple(clients), ())))
     return level.privatized(Updates(updates), received, round, clients)
@@ -170,7 +170,7 @@ def test_a_target_needs_a_number_of_rounds():
 def test_the_record_states_the_least_noise_of_any_round(later):
     level = ClientLevel(ClientPrivacy(1.0), 0, 5)
     received = {"w": torch.zeros(5, 2)}
-    counted(level, received, received, 0, range(5))
+    count_round(level, received, received, 0, range(5))
     level.noise_multiplier = later
     assert level.record(5)["noise_multiplier"] == min(1.0, later)
 
@@ -213,7 +213,7 @@ def test_real_secure_noise_has_no_seed():
     updates, received = problem()
     first, second = (privatize(updates, received, 1.0, 1.0, None) for _ in range(2))
     assert all(bool((first[key] != second[key]).all()) for key in SHAPES)
-    drawn = [counted(ClientLevel(ClientPrivacy(1.0), 0, 5), updates, received, 0, range(5)) for _ in range(2)]
+    drawn = [count_round(ClientLevel(ClientPrivacy(1.0), 0, 5), updates, received, 0, range(5)) for _ in range(2)]
     assert all(bool((drawn[0][key] != drawn[1][key]).all()) for key in SHAPES)
 
 
@@ -279,7 +279,7 @@ def test_adaptive_rounds_equal_a_plain_loop():
     norm = 2.0
     for round in range(6):
         updates, received = problem(round)
-        result = counted(level, updates, received, round, range(5))
+        result = count_round(level, updates, received, round, range(5))
         lengths = [np.linalg.norm(change(updates, received, client)) for client in range(5)]
         for client, length in enumerate(lengths):
             expected = change(updates, received, client) * min(1, norm / length)
@@ -299,7 +299,7 @@ def test_the_noise_of_the_count_is_drawn_anew_unless_it_is_a_test():
         options = ClientPrivacy(1.0, clipping="adaptive", count_noise=2.0, secure_rng=secure)
         levels = [ClientLevel(options, 4, 8) for _ in range(2)]
         for level in levels:
-            counted(level, updates, received, 0, range(8))
+            count_round(level, updates, received, 0, range(8))
         norms[secure] = [level.norm for level in levels]
     assert norms[False][0] == norms[False][1]
     assert norms[True][0] != norms[True][1]
@@ -323,7 +323,7 @@ def test_adaptive_noise_is_the_larger_one():
     values = 20_000
     received = {"w": torch.zeros(clients, values, dtype=torch.float64)}
     options = ClientPrivacy(1.0, clipping="adaptive", count_noise=0.6, max_norm=0.5, secure_rng=False)
-    result = counted(ClientLevel(options, 4, clients), received, received, 0, range(clients))
+    result = count_round(ClientLevel(options, 4, clients), received, received, 0, range(clients))
     std = 0.5 * (1 - 1 / 1.2**2) ** -0.5
     statistic = float((result["w"].sum(0) / std).square().sum())
     assert ALARM < stats.chi2(values).cdf(statistic) < 1 - ALARM
@@ -333,7 +333,7 @@ def test_epsilon_equals_opacus_on_the_same_history():
     level = ClientLevel(ClientPrivacy(2.0, delta=1e-4), 0, 2)
     updates, received = problem(clients=2)
     for round, clients in enumerate([(0, 1), (0, 2), (1, 0)]):
-        counted(level, updates, received, round, clients)
+        count_round(level, updates, received, round, clients)
     expected = {}
     for client, rounds in {0: 3, 1: 2, 2: 1}.items():
         opacus = RDPAccountant()
@@ -351,7 +351,7 @@ def test_noise_depends_on_seed_round_and_client_alone():
 
     def noise(seed=0, round=0, clients=range(5)):
         options = ClientPrivacy(1.0, secure_rng=False)
-        result = counted(ClientLevel(options, seed, 5), updates, received, round, clients)
+        result = count_round(ClientLevel(options, seed, 5), updates, received, round, clients)
         return noise_of(result, received, clip_updates(updates, received, 1.0)[0])["head.weight"]
 
     assert torch.equal(noise(), noise())
@@ -365,13 +365,13 @@ def test_noise_depends_on_seed_round_and_client_alone():
 def test_going_on_from_a_checkpoint():
     options = ClientPrivacy(1.0, clipping="adaptive", count_noise=1.0, secure_rng=False)
     straight, first = (ClientLevel(options, 3, 5) for _ in range(2))
-    uninterrupted_counts = [counted(straight, *problem(round), round, range(5)) for round in range(4)]
+    uninterrupted_counts = [count_round(straight, *problem(round), round, range(5)) for round in range(4)]
     for round in range(2):
-        counted(first, *problem(round), round, range(5))
+        count_round(first, *problem(round), round, range(5))
     resumed = ClientLevel(options, 3, 5)
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for round in (2, 3):
-        for key, value in counted(resumed, *problem(round), round, range(5)).items():
+        for key, value in count_round(resumed, *problem(round), round, range(5)).items():
             assert torch.equal(value, uninterrupted_counts[round][key])
     assert resumed.state_dict() == straight.state_dict()
     assert resumed.norm != options.max_norm

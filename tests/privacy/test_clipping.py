@@ -41,7 +41,7 @@ def factors(gradients, mask, *bound):
     )
 
 
-def clipped(gradients, mask, *bound):
+def clipped_sums(gradients, mask, *bound):
     """The clipped sums."""
     result = factors(gradients, mask, *bound)
     return {
@@ -62,7 +62,7 @@ def clip_one(gradient, max_norm, method, gamma=0.01):
 @pytest.mark.parametrize(("method", "max_norm"), CASES)
 def test_sums_equal_a_plain_loop(method, max_norm):
     gradients, mask = make()
-    summed = clipped(gradients, mask, max_norm, method)
+    summed = clipped_sums(gradients, mask, max_norm, method)
     for name, shape in SHAPES.items():
         for client in range(3):
             expected = np.zeros(shape)
@@ -95,12 +95,12 @@ def test_no_image_has_more_than_its_share(method, max_norm, dtype):
 @pytest.mark.parametrize(("method", "max_norm"), CASES)
 def test_one_image_more_or_less_changes_the_sum_by_the_bound_at_most(method, max_norm):
     gradients, mask = make(scale=100.0)
-    sums = clipped(gradients, mask, max_norm, method)
+    sums = clipped_sums(gradients, mask, max_norm, method)
     changes = []
     for client, index in mask.nonzero().tolist():
         fewer = mask.clone()
         fewer[client, index] = False
-        without = clipped(gradients, fewer, max_norm, method)
+        without = clipped_sums(gradients, fewer, max_norm, method)
         change = {name: sums[name] - without[name] for name in sums}
         assert all((d[:client] == 0).all() and (d[client + 1 :] == 0).all() for d in change.values())
         changes.append(math.sqrt(sum(d.square().sum().item() for d in change.values())))
@@ -131,7 +131,7 @@ def test_an_image_whose_gradient_is_not_finite_is_left_out(method, bad, broken):
         if place < broken:
             gradients[name][0, 1] = bad
         without[name][0, 1] = 0
-    summed, expected = (clipped(g, mask, 1.0, method) for g in (gradients, without))
+    summed, expected = (clipped_sums(g, mask, 1.0, method) for g in (gradients, without))
     for name in gradients:
         assert torch.equal(summed[name], expected[name])
 

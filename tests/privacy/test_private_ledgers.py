@@ -248,7 +248,7 @@ def test_without_the_claim_it_is_counted_as_sent(leak):
     assert max(sample["server"]) > 0
 
 
-def counted(cohorts, algorithm_counts, tuning=None):
+def count_ledger(cohorts, algorithm_counts, tuning=None):
     """The ledger's rows of a run, counted by hand: ``{client: {(σ, q): steps}}`` of the clients that took part."""
     ledger = {client: Counter() for client in CLIENTS}
     for cohort in cohorts:
@@ -327,7 +327,7 @@ def test_ledgers_hold_what_was_counted_by_hand(case, tmp_path):
     run = train(algorithm, {"noise_multiplier": SIGMA, "delta": DELTA} | options, **saving)
     cohorts = [PrivateLoop.cohort(None, round) for round in range(ROUNDS)]
     assert len({len([c for c in cohorts if m in c]) for m in CLIENTS}) > 1  # not all take part equally often
-    expected = {"server": counted(cohorts, sent), "release": counted(cohorts, trained, tuning)}
+    expected = {"server": count_ledger(cohorts, sent), "release": count_ledger(cohorts, trained, tuning)}
     assert {n: {c: h for c, h in led.items() if h} for n, led in ledgers_of(tmp_path / "saved.ckpt").items()} == {
         name: {client: history for client, history in ledger.items() if history} for name, ledger in expected.items()
     }

@@ -33,7 +33,7 @@ def counts(folder):
     return [row for row in rows if sum(map(bool, row)) > 3]
 
 
-def written(folder):
+def written_texts(folder):
     """All that is in files of text, and in checkpoints, without white space."""
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".ckpt":
@@ -55,8 +55,10 @@ def test_class_counts_are_in_no_file_of_a_private_run(tmp_path, monkeypatch, pri
     main(["report", str(run), "--output", "page"])
     rows = counts(run)
     assert len(rows) >= 3
-    table = {path for row in rows for path, text in written(tmp_path) if ",".join(map(str, row)) in text}
-    confusions = {path for path, text in written(tmp_path) if "confusion" in text and path.suffix in (".json", ".ckpt")}
+    table = {path for row in rows for path, text in written_texts(tmp_path) if ",".join(map(str, row)) in text}
+    confusions = {
+        path for path, text in written_texts(tmp_path) if "confusion" in text and path.suffix in (".json", ".ckpt")
+    }
     names = {"run.json", "last.ckpt"}
     if private:
         assert not table

@@ -37,7 +37,7 @@ class Started(pl.Callback):
         self.steps += 1
 
 
-def rejected(message, algorithm=WITHOUT_KD, privacy=PRIVATE, callbacks=(), steps=0, kind=ValueError, **options):
+def assert_rejected(message, algorithm=WITHOUT_KD, privacy=PRIVATE, callbacks=(), steps=0, kind=ValueError, **options):
     started = Started()
     with pytest.raises(kind, match=message) as raised:
         train(algorithm, privacy, callbacks=[started, *callbacks], **options)
@@ -56,7 +56,7 @@ def coloured(test=False, public=False):
 
 
 def test_batch_norm_in_the_adapter():
-    rejected(
+    assert_rejected(
         r"'.*' and \d+ more are trained BatchNorm layers.* norm='group'",
         net="test_resnet",
         data=coloured(),
@@ -68,7 +68,7 @@ def test_batch_norm_in_the_adapter():
 
 
 def test_batch_norm_of_ones_own_network():
-    rejected(r"'norm' and 0 more .*BatchNorm", net=network("net"))
+    assert_rejected(r"'norm' and 0 more .*BatchNorm", net=network("net"))
 
 
 class ByHand(nn.Module):
@@ -84,7 +84,7 @@ class ByHand(nn.Module):
 
 
 def test_a_network_that_normalises_over_the_batch_by_hand():
-    rejected("output in training depends on the other images of its batch", net=ByHand().double())
+    assert_rejected("output in training depends on the other images of its batch", net=ByHand().double())
 
 
 def test_frozen_batch_norm_is_no_hindrance():
@@ -112,7 +112,7 @@ def test_frozen_batch_norm_is_no_hindrance():
     ],
 )
 def test_options_that_leak_or_cannot_run(options, message):
-    rejected(message, **options)
+    assert_rejected(message, **options)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
@@ -121,7 +121,7 @@ def test_texts_are_rejected(level):
     lines = [TensorDataset(torch.randint(80, (n, 80), generator=random), torch.arange(n) % 80) for n in (6, 4)]
     data = perada.FederatedData(lines, [], num_classes=80)
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
-    rejected(
+    assert_rejected(
         f"^{level}: texts are not supported",
         net="char_lstm_8",
         pretrained=False,
@@ -135,7 +135,7 @@ def test_texts_are_rejected(level):
 def test_loss_scaling_is_rejected(level):
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    rejected(f"^{level}: precision='16-mixed' is not supported: the loss scale", plugins=[plugin], **chosen)
+    assert_rejected(f"^{level}: precision='16-mixed' is not supported: the loss scale", plugins=[plugin], **chosen)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
@@ -160,19 +160,19 @@ def test_loss_scaling_is_rejected(level):
 def test_choosing_by_scores_on_clients_images(tmp_path, callback, level):
     chosen = {"privacy": None, "client_privacy": None, level: {"noise_multiplier": 8.0}}
     options = {"callbacks": [callback(tmp_path)], "enable_checkpointing": True}
-    rejected(f"^{level}: .* selects by .*, which may depend on clients' private images", **chosen, **options)
+    assert_rejected(f"^{level}: .* selects by .*, which may depend on clients' private images", **chosen, **options)
 
 
 def test_an_error_of_both_levels_names_both_options():
     data = perada.FederatedDataModule(task(), batch_size=4, client_validation=0.4, evaluate_on="validation")
-    rejected("^privacy and client_privacy: evaluate_on='validation'", data=data, client_privacy=PRIVATE)
+    assert_rejected("^privacy and client_privacy: evaluate_on='validation'", data=data, client_privacy=PRIVATE)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
 def test_evaluation_on_images_held_out_of_the_private_ones(level):
     data = perada.FederatedDataModule(task(), batch_size=4, client_validation=0.4, evaluate_on="validation")
     chosen = {"privacy": None, "client_privacy": None, level: {"noise_multiplier": 8.0}}
-    rejected(f"^{level}: evaluate_on='validation' scores models on held-out private images", data=data, **chosen)
+    assert_rejected(f"^{level}: evaluate_on='validation' scores models on held-out private images", data=data, **chosen)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
@@ -183,11 +183,11 @@ def test_a_public_set_that_holds_a_private_image(level):
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     message = f"^{level}: image 5 of client 2 is also image 7 of the public set"
     if level == "privacy":
-        rejected(message, PerAda(), **chosen, data=data, distill_steps=2)
-        rejected(message, server_rule=FLTrust(labels=False), **chosen, data=data)
+        assert_rejected(message, PerAda(), **chosen, data=data, distill_steps=2)
+        assert_rejected(message, server_rule=FLTrust(labels=False), **chosen, data=data)
     else:  # which cannot be had with distillation at all
-        rejected("does not support PerAda with distillation", PerAda(), **chosen, data=data, distill_steps=2)
-    rejected(message, **chosen, data=data)  # the server has it, whatever it does with it
+        assert_rejected("does not support PerAda with distillation", PerAda(), **chosen, data=data, distill_steps=2)
+    assert_rejected(message, **chosen, data=data)  # the server has it, whatever it does with it
     train(WITHOUT_KD, PRIVATE, rounds=1, data=perada.FederatedData(private.train, public=private.public, num_classes=3))
 
 
@@ -198,9 +198,9 @@ def test_a_labelled_server_set_that_holds_a_private_image(level):
     data = perada.FederatedData(private.train, server_validation=private.train[1], num_classes=3)
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     message = f"^{level}: image 0 of client 1 is also image 0 of the server's validation set"
-    rejected(message, **chosen, data=data)
+    assert_rejected(message, **chosen, data=data)
     if level == "privacy":
-        rejected(message, server_rule=FLTrust(labels=True), **chosen, data=data)
+        assert_rejected(message, server_rule=FLTrust(labels=True), **chosen, data=data)
 
 
 @pytest.mark.parametrize("option", ["public_fraction", "validation_fraction"])
@@ -212,7 +212,7 @@ def test_a_share_of_clients_images_for_the_server(level, option):
     )
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     options = {"net": "test_resnet", "adapter": "head", "pretrained": False, "clients_per_round": 2}
-    rejected(
+    assert_rejected(
         rf"{option}=0\.2 cannot be used in a private run: .* of the clients' own images", **chosen, data=data, **options
     )
 
@@ -242,11 +242,11 @@ def test_weights_that_were_trained_on_the_clients_images(level):
         "clients_per_round": 2,
         "pretrained": "perada:digits_test_resnet",
     }
-    rejected(r"pretrained='perada:digits_test_resnet' .*Digits", **chosen, data=data, **options)
+    assert_rejected(r"pretrained='perada:digits_test_resnet' .*Digits", **chosen, data=data, **options)
     digits = Digits().with_split(True)
     for client in (digits, ConcatDataset([digits, digits]), Wrapper(Subset(digits, range(9)))):
         given = perada.FederatedData([client] * 2, num_classes=10)
-        rejected(r"was trained on the images of Digits", **chosen, data=given, image_size=32, **options)
+        assert_rejected(r"was trained on the images of Digits", **chosen, data=given, image_size=32, **options)
 
 
 def test_a_client_joins_by_no_weights_that_were_trained_on_its_images():
@@ -267,20 +267,20 @@ def test_images_whose_gradients_are_not_finite_are_rejected_in_one_line():
     data = copy.deepcopy(task())  # the task is shared by all tests
     for part in data.train:
         part.tensors[0].fill_(1e308)
-    rejected("privacy: the gradients of a client's first image are not finite", data=data)
+    assert_rejected("privacy: the gradients of a client's first image are not finite", data=data)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
 def test_ending_by_the_number_of_clients_that_failed(level):
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
-    rejected(r"max_failures=1.*client_privacy", max_failures=1, **chosen)
+    assert_rejected(r"max_failures=1.*client_privacy", max_failures=1, **chosen)
 
 
 def test_personal_models_in_a_log_beside_the_ledger_of_the_server():
     message = (
         "personal_distance cannot be measured: it would reveal personal models, which the server's ledger does not"
     )
-    rejected(message, diagnostics=["personal_distance"])
+    assert_rejected(message, diagnostics=["personal_distance"])
 
 
 @pytest.mark.every(3)
@@ -295,7 +295,7 @@ def test_personal_models_in_a_log_beside_the_ledger_of_the_server():
     ],
 )
 def test_what_makes_more_of_updates_than_their_mean(options, message):
-    rejected(message, privacy=None, client_privacy={"noise_multiplier": 8.0}, **options)
+    assert_rejected(message, privacy=None, client_privacy={"noise_multiplier": 8.0}, **options)
 
 
 class Reads(Algorithm):
@@ -346,7 +346,7 @@ class Fewer(Algorithm):
 
 def test_an_algorithm_that_reads_logits():
     for one in (Reads(), Counts(), Labels(), Moon(), FedROD()):
-        rejected(rf"privacy does not support {type(one).__name__}: .*step\.logits.* use step\.loss", one)
+        assert_rejected(rf"privacy does not support {type(one).__name__}: .*step\.logits.* use step\.loss", one)
 
 
 class Later(Algorithm):
@@ -359,14 +359,14 @@ class Later(Algorithm):
 
 
 def test_outputs_are_rejected_in_the_step_too():
-    rejected("privacy does not support Later", Later(), **{"local_steps": 2, "local_epochs": None, "steps": 3})
+    assert_rejected("privacy does not support Later", Later(), **{"local_steps": 2, "local_epochs": None, "steps": 3})
 
 
 def test_gradients_that_the_ledgers_do_not_count_are_not_given():
     """The rehearsal sees the first round only, so that this comes up in the step that asks for more: the third."""
     options = {"local_steps": 2, "local_epochs": None, "steps": 3}
-    rejected("asked for more gradients of 'local' than in the dry run", Growing(), kind=RuntimeError, **options)
-    rejected("personal", Other(distill=False), kind=(RuntimeError, KeyError), **options)
+    assert_rejected("asked for more gradients of 'local' than in the dry run", Growing(), kind=RuntimeError, **options)
+    assert_rejected("personal", Other(distill=False), kind=(RuntimeError, KeyError), **options)
 
 
 def test_fewer_gradients_than_rehearsed_are_counted_as_rehearsed():
@@ -388,7 +388,7 @@ def test_a_delta_that_allows_to_show_an_image_is_rejected(delta):
         rf"privacy: delta={delta} must be below 1 / {max(SIZES)}, the number of training images of client {largest}"
     )
     for privacy in ({"noise_multiplier": 1.0, "delta": delta}, {"target_epsilon": 3.0, "delta": delta}):
-        rejected(message, "fedavg", privacy)
+        assert_rejected(message, "fedavg", privacy)
     train("fedavg", {"noise_multiplier": 1.0, "delta": 0.99 / max(SIZES)}, rounds=1)
 
 
@@ -396,7 +396,7 @@ def test_a_delta_that_allows_to_show_an_image_is_rejected(delta):
 def test_a_delta_that_allows_to_show_a_client_is_rejected(delta):
     level = {"noise_multiplier": 1.0, "delta": delta}
     message = rf"client_privacy: delta={delta} must be below 1 / {len(SIZES)}, the number of clients"
-    rejected(message, "fedavg", None, client_privacy=level)
+    assert_rejected(message, "fedavg", None, client_privacy=level)
     train("fedavg", None, rounds=1, client_privacy=level | {"delta": 0.99 / len(SIZES)})
 
 
@@ -415,7 +415,7 @@ def test_a_delta_that_allows_to_show_a_client_is_rejected(delta):
     ],
 )
 def test_accounting_that_means_nothing(section, options, message):
-    rejected(f"{section}: {message}", "fedavg", **({"privacy": None} | {section: options}))
+    assert_rejected(f"{section}: {message}", "fedavg", **({"privacy": None} | {section: options}))
 
 
 class Beside(nn.Module):
@@ -464,30 +464,30 @@ class Attends(nn.Module):
 
 def test_a_layer_that_is_not_called():
     message = r"the per-image gradients of 'inner\.weight' do not add up"
-    rejected(message, net=Beside(), data=coloured(), adapter="full", clients_per_round=2, engine="loop")
+    assert_rejected(message, net=Beside(), data=coloured(), adapter="full", clients_per_round=2, engine="loop")
 
 
 @pytest.mark.parametrize("engine", ["loop", "folded"])
 def test_a_network_that_remembers_images(engine):
     message = "the network retains state from the images that it sees in training"
-    rejected(message, net=Counting(), data=coloured(), adapter="full", clients_per_round=2, engine=engine)
+    assert_rejected(message, net=Counting(), data=coloured(), adapter="full", clients_per_round=2, engine=engine)
 
 
 @pytest.mark.filterwarnings("ignore:engine='auto' falls back to the per-client loop")
 def test_attention_that_opacus_cannot_hook():
-    rejected("Opacus's hooks fail", net=Attends(), data=coloured(), adapter="full", clients_per_round=2)
+    assert_rejected("Opacus's hooks fail", net=Attends(), data=coloured(), adapter="full", clients_per_round=2)
 
 
 @pytest.mark.parametrize("adapter", [peft.LoraConfig(use_dora=True), peft.LoHaConfig()])
 @pytest.mark.filterwarnings("ignore:engine='auto' falls back to the per-client loop")
 def test_layers_that_opacus_cannot_hook(adapter):
     options = {"pretrained": False, "image_size": 32, "clients_per_round": 2}
-    rejected("Opacus's hooks fail", net="test_vit", data=coloured(), adapter=adapter, **options)
+    assert_rejected("Opacus's hooks fail", net="test_vit", data=coloured(), adapter=adapter, **options)
 
 
 def test_opacus_does_not_know_what_the_fold_knows():
     options = {"pretrained": False, "image_size": 32, "clients_per_round": 2, "engine": "loop"}
-    rejected("Opacus's hooks fail", net="test_vit", data=coloured(), adapter="ia3", **options)
+    assert_rejected("Opacus's hooks fail", net="test_vit", data=coloured(), adapter="ia3", **options)
 
 
 @pytest.mark.every(4)
@@ -514,7 +514,7 @@ def test_opacus_does_not_know_what_the_fold_knows():
     ],
 )
 def test_wrong_types(options, message):
-    rejected(message, privacy=options)
+    assert_rejected(message, privacy=options)
 
 
 @pytest.mark.every(3)
@@ -530,7 +530,7 @@ def test_wrong_types(options, message):
     ],
 )
 def test_wrong_options_of_whole_clients(options, message):
-    rejected(message, client_privacy={"noise_multiplier": 1.0} | options)
+    assert_rejected(message, client_privacy={"noise_multiplier": 1.0} | options)
 
 
 def test_what_is_sent_does_not_depend_on_what_is_not():
@@ -551,4 +551,4 @@ def test_a_validation_set_of_the_server_with_a_private_image():
     options = {"adapter": "lora", "pretrained": False, "image_size": 32, "clients_per_round": 2}
     distilling = {"distill_steps": 2, "distill_validate_every": 1}
     message = "image 0 of client 0 is also image 0 of the server's validation set"
-    rejected(message, PerAda(), net="test_vit", data=data, **options, **distilling)
+    assert_rejected(message, PerAda(), net="test_vit", data=data, **options, **distilling)

@@ -35,7 +35,7 @@ def network():
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
 
 
-def fitted(section, folder=None, **options):
+def fit_run(section, folder=None, **options):
     data = perada.FederatedData([images(12, 1), images(9, 2)], [images(7, 3), images(5, 4)], num_classes=3)
     level = {section: SECTIONS[section]} if section else {}
     logger = {} if folder is not None else {"logger": False}
@@ -55,7 +55,7 @@ def names(content, above=""):
     return {name for key, value in content.items() for name in names(value, f"{above}/{key}")} | {above}
 
 
-def scored(folder):
+def find_scores(folder):
     """Where files of a folder have a score: a name of one in run.json, or a percentage in a card."""
     result = set()
     for path in sorted(folder.rglob("*")):
@@ -71,7 +71,7 @@ def scored(folder):
 @cache
 def unlogged(section):
     """A run for tests that change nothing of it."""
-    return fitted(section)
+    return fit_run(section)
 
 
 @pytest.mark.parametrize("section", [None, "privacy", "client_privacy"])
@@ -82,9 +82,9 @@ def test_a_saved_run_has_scores_only_where_it_is_not_private(tmp_path, section):
     run.export(tmp_path / "asked", scores=True)
     run.export(tmp_path / "never", scores=False)
     run.export(tmp_path / "alone", client=1)
-    assert bool(scored(tmp_path / "saved")) == (section is None)
-    assert bool(scored(tmp_path / "alone")) == (section is None)
-    assert scored(tmp_path / "asked") and not scored(tmp_path / "never")
+    assert bool(find_scores(tmp_path / "saved")) == (section is None)
+    assert bool(find_scores(tmp_path / "alone")) == (section is None)
+    assert find_scores(tmp_path / "asked") and not find_scores(tmp_path / "never")
     if section is not None:
         card = (tmp_path / "saved" / "client_0" / "README.md").read_text()
         assert "Scores are omitted: they depend on the clients' images" in card
@@ -98,7 +98,7 @@ def test_a_saved_run_has_scores_only_where_it_is_not_private(tmp_path, section):
 
 @pytest.mark.parametrize("section", [None, "privacy", pytest.param("client_privacy", marks=pytest.mark.slow)])
 def test_a_run_folder_has_scores_of_classes_only_where_it_is_not_private(tmp_path, section):
-    run = fitted(section, tmp_path)
+    run = fit_run(section, tmp_path)
     assert ("per_class" in run.metrics) == (section is None)
     (file,) = tmp_path.rglob("run.json")
     (checkpoint,) = tmp_path.rglob("last.ckpt")
@@ -120,13 +120,13 @@ def test_a_client_that_joins_brings_scores_only_where_the_run_is_not_private(tmp
     for folder in ("all", "grown"):
         (record,) = json.loads((tmp_path / folder / "run.json").read_text())["info"]["joined"]
         assert (record["before"] is None, record["after"] is None) == (section is not None,) * 2
-        assert bool(scored(tmp_path / folder)) == (section is None)
+        assert bool(find_scores(tmp_path / folder)) == (section is None)
 
 
 @pytest.mark.parametrize("section", [None, "privacy", pytest.param("client_privacy", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_a_page_has_scores_only_where_the_run_is_not_private(tmp_path, capsys, section):
-    fitted(section, tmp_path / "logs")
+    fit_run(section, tmp_path / "logs")
     folder = next((tmp_path / "logs").rglob("run.json")).parent
     for name, words, shown in (("plain", [], section is None), ("asked", ["--scores=true"], True)):
         main(["report", str(folder), "--output", str(tmp_path / name), *words])
@@ -151,7 +151,7 @@ def test_a_page_on_private_runs_of_a_comparison_has_no_scores(tmp_path):
 
 
 def test_records_of_private_runs_keep_what_ledgers_count(tmp_path):
-    fitted("privacy", tmp_path)
+    fit_run("privacy", tmp_path)
     (record,) = read_records(next(tmp_path.rglob("run.json")).parent)
     kept = record.published()
     assert {name for row in kept.rounds for name in row} == {

@@ -16,7 +16,7 @@ def draw(num_images=30, sample_rate=0.1, steps=4000, *, seed=0, role="local", ro
     return poisson_batches(num_images, sample_rate, steps, seed=seed, role=role, round=round, client=client)
 
 
-def chosen(batches, images):
+def batch_members(batches, images):
     """Matrix (steps, images) of who was in which batch."""
     rows = np.zeros((len(batches), images), dtype=bool)
     for row, batch in zip(rows, batches, strict=True):
@@ -41,7 +41,7 @@ def test_batch_sizes_are_binomial():
 
 
 def test_each_image_is_in_as_many_batches_as_any_other():
-    rows = chosen(draw(), 30)
+    rows = batch_members(draw(), 30)
     counts = rows.sum(axis=0)
     variance = 4000 * 0.1 * 0.9
     assert stats.chi2(30).sf(((counts - 400) ** 2 / variance).sum()) > 0.01
@@ -49,7 +49,7 @@ def test_each_image_is_in_as_many_batches_as_any_other():
 
 def test_steps_and_images_are_independent():
     """No correlation of an image with itself in the next batch, nor with its neighbour in the same one."""
-    rows = chosen(draw(), 30) - 0.1
+    rows = batch_members(draw(), 30) - 0.1
     for products in (rows[1:] * rows[:-1], rows[:, 1:] * rows[:, :-1]):
         z = products.sum() / (0.09 * np.sqrt(products.size))  # each product has mean 0 and standard deviation q (1 − q)
         assert abs(z) < 2.6

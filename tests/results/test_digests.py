@@ -37,7 +37,7 @@ def run(tiny):
 
 
 @pytest.fixture(scope="module")
-def saved(run, tmp_path_factory):
+def saved_run(run, tmp_path_factory):
     return run.export(tmp_path_factory.mktemp("digests") / "run")
 
 
@@ -54,18 +54,18 @@ def places(path, count):
     return [(0, 0), (size - 1, 1), *((draw.randrange(size), draw.randrange(8)) for _ in range(count))]
 
 
-def test_a_flipped_bit_in_any_file_of_a_saved_run_is_named(saved, tiny, tmp_path, recwarn):
+def test_a_flipped_bit_in_any_file_of_a_saved_run_is_named(saved_run, tiny, tmp_path, recwarn):
     """Of JSON, what stands between the values may change: then the run is the same."""
-    whole = perada.Run.load(saved, backbone=tiny.net())
-    files = [path.relative_to(saved) for path in sorted(saved.rglob("*")) if path.is_file()]
+    whole = perada.Run.load(saved_run, backbone=tiny.net())
+    files = [path.relative_to(saved_run) for path in sorted(saved_run.rglob("*")) if path.is_file()]
     others = {"SHA256SUMS", "README.md", "adapter_config.json", "adapter_model.safetensors"}
     assert {path.name for path in files} == {"run.json", "backbone.safetensors"} | others
     result = 0
     for name in files:
         if name.parent.name in ("client_1", "client_2"):  # as client_0
             continue
-        for place in places(saved / name, 4):
-            folder = shutil.copytree(saved, tmp_path / "copy", dirs_exist_ok=True)
+        for place in places(saved_run / name, 4):
+            folder = shutil.copytree(saved_run, tmp_path / "copy", dirs_exist_ok=True)
             flip(folder / name, *place)
             recwarn.clear()
             try:
@@ -101,14 +101,14 @@ def test_other_programs_check_and_load_the_folders(tmp_path):
         assert torch.equal(model(x), run.personal(1)(x))
 
 
-def test_files_of_before_are_loaded_without_a_word(saved, tiny, tmp_path):
+def test_files_of_before_are_loaded_without_a_word(saved_run, tiny, tmp_path):
     """A warning would be an error here."""
-    folder = undigested(shutil.copytree(saved, tmp_path / "copy"))
+    folder = undigested(shutil.copytree(saved_run, tmp_path / "copy"))
     assert perada.Run.load(folder, backbone=tiny.net()).num_clients == 3
     assert perada.Run.load(perada.Run.load(folder, backbone=tiny.net()).export(tmp_path / "new"), backbone=tiny.net())
 
 
-def test_swapped_outdated_and_missing_files_are_named(run, saved, tiny, tmp_path):
+def test_swapped_outdated_and_missing_files_are_named(run, saved_run, tiny, tmp_path):
     def swapped(folder):
         (folder / "client_0").rename(folder / "aside")
         (folder / "client_1").rename(folder / "client_0")
@@ -126,12 +126,12 @@ def test_swapped_outdated_and_missing_files_are_named(run, saved, tiny, tmp_path
         ),
         (lambda folder: (folder / "global" / "SHA256SUMS").write_text(""), "global/SHA256SUMS' is damaged"),
     ):
-        folder = shutil.copytree(saved, tmp_path / "copy")
+        folder = shutil.copytree(saved_run, tmp_path / "copy")
         damage(folder)
         with pytest.raises(ValueError, match=message):
             perada.Run.load(folder, backbone=tiny.net())
         shutil.rmtree(folder)
-    folder = shutil.copytree(saved, tmp_path / "copy")
+    folder = shutil.copytree(saved_run, tmp_path / "copy")
     run.export(folder, client=1, license="mit")  # the same adapter with another card is no damage
     assert perada.Run.load(folder, backbone=tiny.net())
 
@@ -229,8 +229,8 @@ def test_a_save_that_is_killed_at_any_file_operation_leaves_one_run(tmp_path):
     assert outcomes == sorted(outcomes, reverse=True)
 
 
-def test_a_save_that_fails_leaves_the_run_of_before(run, saved, tiny, tmp_path, monkeypatch):
-    folder = shutil.copytree(saved, tmp_path / "copy")
+def test_a_save_that_fails_leaves_the_run_of_before(run, saved_run, tiny, tmp_path, monkeypatch):
+    folder = shutil.copytree(saved_run, tmp_path / "copy")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     monkeypatch.setattr("perada.results.run.write_run", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
@@ -249,8 +249,8 @@ def test_a_folder_that_is_deleted_while_its_digests_are_made_is_named(run, tmp_p
 
 
 @pytest.mark.parametrize("size", [100, 2000])  # which a model card passes, or the first tensors
-def test_a_disk_that_is_full_is_named_with_the_folder(run, saved, tmp_path, size):
-    folder = shutil.copytree(saved, tmp_path / "copy")
+def test_a_disk_that_is_full_is_named_with_the_folder(run, saved_run, tmp_path, size):
+    folder = shutil.copytree(saved_run, tmp_path / "copy")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with no_room(size), pytest.raises(OSError, match=r"copy' could not be written and is unchanged") as caught:
         run.export(folder)
@@ -258,8 +258,8 @@ def test_a_disk_that_is_full_is_named_with_the_folder(run, saved, tmp_path, size
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_forgotten_client_is_not_left_in_what_a_killed_save_wrote(saved, tiny, tmp_path):
-    folder = shutil.copytree(saved, tmp_path / "copy")
+def test_a_forgotten_client_is_not_left_in_what_a_killed_save_wrote(saved_run, tiny, tmp_path):
+    folder = shutil.copytree(saved_run, tmp_path / "copy")
     shutil.copytree(folder / "client_1", folder / STAGE / "client_1")
     forget(folder, 1)
     assert not list(folder.rglob("client_1"))

@@ -51,7 +51,7 @@ def grey_run(tiny, algorithm="fedavg", multilabel=False):
 
 
 @pytest.fixture(scope="module")
-def saved(run, tmp_path_factory):
+def saved_run(run, tmp_path_factory):
     return run.export(tmp_path_factory.mktemp("saved"))
 
 
@@ -71,13 +71,13 @@ def plain_logits(saved, name, images):
 
 
 @pytest.mark.parametrize("client", [None, 1])
-def test_files_are_predicted_as_by_the_plain_model(saved, tmp_path, client):
+def test_files_are_predicted_as_by_the_plain_model(saved_run, tmp_path, client):
     images = np.random.default_rng(0).integers(0, 256, (5, 20, 24, 3), dtype=np.uint8)
     paths = [tmp_path / f"{number}.png" for number in range(5)]
     for path, pixels in zip(paths, images, strict=True):
         Image.fromarray(pixels).save(path)
-    actual = perada.Run.load(saved).predict(paths, client, batch_size=2)
-    expected = plain_logits(saved, "global" if client is None else f"client_{client}", images).softmax(1)
+    actual = perada.Run.load(saved_run).predict(paths, client, batch_size=2)
+    expected = plain_logits(saved_run, "global" if client is None else f"client_{client}", images).softmax(1)
     assert expected.std(0).min() > 1e-4  # images matter
     torch.testing.assert_close(actual.probabilities, expected, rtol=0, atol=1e-6)
     assert actual.labels.tolist() == expected.argmax(1).tolist()
@@ -175,8 +175,8 @@ def test_images_are_listed(tmp_path):
         find_images(tmp_path / "empty")
 
 
-def test_a_broken_record_in_the_file_is_named(saved, tmp_path):
-    folder = shutil.copytree(saved, tmp_path / "copy")
+def test_a_broken_record_in_the_file_is_named(saved_run, tmp_path):
+    folder = shutil.copytree(saved_run, tmp_path / "copy")
     text = (undigested(folder) / "run.json").read_text()
     (folder / "run.json").write_text(text.replace('"kind": "uint8"', '"kind": "video"'))
     with pytest.raises(ValueError, match=r"run\.json'.*preprocessing: kind .*'video'"):

@@ -14,7 +14,7 @@ from perada.studies.report.sections import sections
 from .test_model_card import finetuned
 
 
-def joined(**options):
+def personalized_run(**options):
     run = finetuned("head", batch_size=4, **options)
     x = torch.randint(0, 256, (10, 3, 32, 32), dtype=torch.uint8)
     data = FederatedData([TensorDataset(x, torch.arange(10) % 3)], num_classes=3)
@@ -23,7 +23,7 @@ def joined(**options):
 
 @pytest.fixture(scope="module")
 def by_image():
-    return joined(privacy={"noise_multiplier": 1.0, "delta": 1e-3})
+    return personalized_run(privacy={"noise_multiplier": 1.0, "delta": 1e-3})
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_who_only_joined_does_not_count_among_those_who_sent(by_image, tmp_path)
 
 def test_who_shares_the_global_adapter_is_not_called_unprotected(tmp_path):
     options = {"noise_multiplier": 1.0, "max_norm": 1.0, "delta": 1e-3}
-    run = joined(algorithm="fedavg", client_privacy=options)
+    run = personalized_run(algorithm="fedavg", client_privacy=options)
     folder = run.export(tmp_path)
     assert run.own_clients() == {2}
     cards = [(folder / f"client_{client}" / "README.md").read_text() for client in range(3)]

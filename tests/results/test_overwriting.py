@@ -26,7 +26,7 @@ def run(tiny):
 
 
 @pytest.fixture(scope="module")
-def exported():
+def exportable_run():
     """A run of which single models can be exported."""
     images = torch.randint(0, 256, (6, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     data = perada.FederatedData([TensorDataset(images, torch.arange(6) % 3)] * 2)
@@ -101,9 +101,9 @@ def test_a_readme_without_a_run_gets_the_card(run, tmp_path):
     assert "# My repository" in (tmp_path / "README.md").read_text()
 
 
-def test_the_readme_and_model_of_other_projects_are_left(exported, tmp_path):
+def test_the_readme_and_model_of_other_projects_are_left(exportable_run, tmp_path):
     def write(folder):
-        return lambda: export_model(exported, None, "safetensors", folder)
+        return lambda: export_model(exportable_run, None, "safetensors", folder)
 
     check_rejected(write(tmp_path / "a"), tmp_path / "a" / "README.md", "# My project\n")
     check_rejected(write(tmp_path / "b"), tmp_path / "b" / "model.safetensors", "mine")
@@ -111,11 +111,11 @@ def test_the_readme_and_model_of_other_projects_are_left(exported, tmp_path):
     write(tmp_path / "c")()
 
 
-def test_a_model_is_not_exported_over_the_readme_of_a_saved_run(exported, tmp_path):
-    folder = exported.save(tmp_path / "run")
+def test_a_model_is_not_exported_over_the_readme_of_a_saved_run(exportable_run, tmp_path):
+    folder = exportable_run.save(tmp_path / "run")
     before = contents(folder)
     with pytest.raises(FileExistsError, match=r"README\.md' is not the README"):
-        export_model(exported, None, "safetensors", folder)
+        export_model(exportable_run, None, "safetensors", folder)
     assert contents(folder) == before
 
 

@@ -48,7 +48,7 @@ def make_run(tiny, backbone="net", method="full", **options):
 
 
 @pytest.fixture(scope="module")
-def saved(tiny, tmp_path_factory):
+def saved_run(tiny, tmp_path_factory):
     """A run of a network of the caller's own with a trained head, saved; tests copy what they break."""
     folder = tmp_path_factory.mktemp("run")
     make_run(tiny, method="head").export(folder)
@@ -295,8 +295,8 @@ def with_other_shapes(tensors):
         (remove("backbone.safetensors"), "backbone.safetensors"),
     ],
 )
-def test_broken_folders_are_named(saved, tiny, tmp_path, damage, message):
-    folder = undigested(shutil.copytree(saved, tmp_path / "copy"))
+def test_broken_folders_are_named(saved_run, tiny, tmp_path, damage, message):
+    folder = undigested(shutil.copytree(saved_run, tmp_path / "copy"))
     damage(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
         perada.Run.load(folder, backbone=tiny.net())
@@ -304,8 +304,8 @@ def test_broken_folders_are_named(saved, tiny, tmp_path, damage, message):
 
 
 @pytest.mark.parametrize("fact", ["training", "train_backbone", "global_model", "built_for"])
-def test_a_fact_that_every_run_has_is_missed(fact, saved, tiny, tmp_path):
-    folder = undigested(shutil.copytree(saved, tmp_path / "copy"))
+def test_a_fact_that_every_run_has_is_missed(fact, saved_run, tiny, tmp_path):
+    folder = undigested(shutil.copytree(saved_run, tmp_path / "copy"))
     content = json.loads((folder / "run.json").read_text())
     del content["info"][fact]
     (folder / "run.json").write_text(json.dumps(content))
@@ -313,14 +313,14 @@ def test_a_fact_that_every_run_has_is_missed(fact, saved, tiny, tmp_path):
         perada.Run.load(folder, backbone=tiny.net())
 
 
-def test_another_backbone_is_rejected(saved, tiny):
+def test_another_backbone_is_rejected(saved_run, tiny):
     with pytest.raises(ValueError, match=r"custom network, .*backbone=$"):
-        perada.Run.load(saved)
+        perada.Run.load(saved_run)
     with pytest.raises(ValueError, match="3"):
-        perada.Run.load(saved, backbone=tiny.net(classes=4))
+        perada.Run.load(saved_run, backbone=tiny.net(classes=4))
     other = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
     with pytest.raises(ValueError, match=r"another backbone|does not (fit|match) backbone"):
-        perada.Run.load(saved, backbone=other)
+        perada.Run.load(saved_run, backbone=other)
 
 
 def test_another_rank_is_rejected(tiny, tmp_path):

@@ -36,7 +36,7 @@ def write(folder, when):
             wait()
 
 
-def begun(tmp_path, when):
+def begin_writing(tmp_path, when):
     """A process in the middle of writing a folder, which was written before."""
     folder = tmp_path / "run"
     with together(folder) as stage:
@@ -50,14 +50,14 @@ def begun(tmp_path, when):
     return folder, process
 
 
-def read(folder):
+def note_reading(folder):
     """Tell of what is read by a file beside the folder."""
     finish_interrupted_move(folder)
     (folder.parent / "read").write_text((folder / "run.json").read_text())
 
 
 def test_what_another_process_is_writing_is_left_to_it(tmp_path):
-    folder, process = begun(tmp_path, "writing")
+    folder, process = begin_writing(tmp_path, "writing")
     try:
         finish_interrupted_move(folder)  # as Run.load does
         assert (folder / STAGE / "run.json").read_text() == "new"
@@ -76,8 +76,8 @@ def test_what_another_process_is_writing_is_left_to_it(tmp_path):
 
 
 def test_who_reads_waits_while_files_are_moved(tmp_path):
-    folder, process = begun(tmp_path, "moving")
-    reader = forked(read, folder)
+    folder, process = begin_writing(tmp_path, "moving")
+    reader = forked(note_reading, folder)
     reader.join(0.5)
     assert reader.is_alive() and not (tmp_path / "read").exists()
     (tmp_path / "go").touch()
@@ -89,7 +89,7 @@ def test_who_reads_waits_while_files_are_moved(tmp_path):
 
 @pytest.mark.parametrize(("when", "left", "found"), [("writing", STAGE, "old"), ("moving", READY, "new")])
 def test_what_a_killed_process_left_is_deleted_or_put_in_place(tmp_path, when, left, found):
-    folder, process = begun(tmp_path, when)
+    folder, process = begin_writing(tmp_path, when)
     os.kill(process.pid, signal.SIGKILL)
     process.join(60)
     assert (folder / left).is_dir()

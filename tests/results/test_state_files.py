@@ -42,7 +42,7 @@ def original(run, tmp_path_factory):
 
 
 @pytest.fixture
-def saved(original, tmp_path):
+def saved_run(original, tmp_path):
     return shutil.copytree(original, tmp_path / "run")
 
 
@@ -166,9 +166,9 @@ def damaged_row(path, name, row):
     save_file(tensors, path)
 
 
-def test_a_client_is_read_and_checked_without_the_others(run, saved, tiny):
-    damaged_row(saved / "personal.safetensors", "7.weight", 2)
-    loaded = perada.Run.load(saved, backbone=tiny.net())
+def test_a_client_is_read_and_checked_without_the_others(run, saved_run, tiny):
+    damaged_row(saved_run / "personal.safetensors", "7.weight", 2)
+    loaded = perada.Run.load(saved_run, backbone=tiny.net())
     for client in (0, 1, 3):
         assert equal(loaded.state("personal", client), run.state("personal", client))
     with pytest.raises(ValueError, match=r"personal\.safetensors' .*row 2"):
@@ -236,38 +236,38 @@ PERSONAL = "personal.safetensors"
         (edit_states(lambda states: states[PERSONAL].update(rows="0123")), "run.json' is broken"),
     ],
 )
-def test_missing_and_damaged_files_are_named_with_the_remedy(saved, tiny, damage, message):
-    damage(saved)
+def test_missing_and_damaged_files_are_named_with_the_remedy(saved_run, tiny, damage, message):
+    damage(saved_run)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
-        perada.Run.load(saved, backbone=tiny.net())
+        perada.Run.load(saved_run, backbone=tiny.net())
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_named(saved, tiny, number):
-    undigested(saved)
-    tensors = load_file(saved / PERSONAL)
+def test_values_that_are_not_finite_are_named(saved_run, tiny, number):
+    undigested(saved_run)
+    tensors = load_file(saved_run / PERSONAL)
     tensors["7.bias"][1, 0] = number
-    save_file(tensors, saved / PERSONAL)
-    loaded = perada.Run.load(saved, backbone=tiny.net())
+    save_file(tensors, saved_run / PERSONAL)
+    loaded = perada.Run.load(saved_run, backbone=tiny.net())
     loaded.personal(0)
     with pytest.raises(ValueError, match=r"personal\.safetensors' .*'7\.bias' of row 1"):
         loaded.personal(1)
 
 
-def test_the_format_of_before_is_named(saved, tiny):
-    run_json = json.loads((saved / "run.json").read_text())
+def test_the_format_of_before_is_named(saved_run, tiny):
+    run_json = json.loads((saved_run / "run.json").read_text())
     del run_json["sha256"], run_json["states"]
-    (saved / "run.json").write_text(json.dumps(sealed(run_json | {"format": 1})))
+    (saved_run / "run.json").write_text(json.dumps(sealed(run_json | {"format": 1})))
     with pytest.raises(ValueError, match=r"run\.json' .*format 1, .*format 2"):
-        perada.Run.load(saved, backbone=tiny.net())
+        perada.Run.load(saved_run, backbone=tiny.net())
 
 
-def test_a_folder_has_one_layout(run, saved, tmp_path):
-    before = content(saved)
+def test_a_folder_has_one_layout(run, saved_run, tmp_path):
+    before = content(saved_run)
     with pytest.raises(ValueError, match=r"run' .*Run\.save"):
-        run.export(saved)
-    assert content(saved) == before
+        run.export(saved_run)
+    assert content(saved_run) == before
     run.export(tmp_path / "exported")
     with pytest.raises(ValueError, match=r"exported' .*Run\.export"):
         run.save(tmp_path / "exported")
@@ -282,39 +282,39 @@ def test_a_saved_run_is_exported_as_the_run_in_memory_is(run, original, tiny, tm
         assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
-def test_a_run_that_is_saved_in_its_own_folder_can_be_read_on(run, saved, tiny):
-    loaded = perada.Run.load(saved, backbone=tiny.net())
+def test_a_run_that_is_saved_in_its_own_folder_can_be_read_on(run, saved_run, tiny):
+    loaded = perada.Run.load(saved_run, backbone=tiny.net())
     joined = perada.personalize(
         loaded, perada.FederatedData([tiny.data().train[0]]), "late", rounds=1, accelerator="cpu"
     )
-    joined.save(saved)
-    joined.save(saved)
-    again = perada.Run.load(saved, backbone=tiny.net())
+    joined.save(saved_run)
+    joined.save(saved_run)
+    again = perada.Run.load(saved_run, backbone=tiny.net())
     assert same_states(joined, again)
     assert equal(loaded.state("personal", "west"), run.state("personal", "west"))
 
 
-def test_text_of_the_users_in_the_card_stays(run, saved):
-    card = saved / "README.md"
+def test_text_of_the_users_in_the_card_stays(run, saved_run):
+    card = saved_run / "README.md"
     assert "The adapters of 4 clients" in card.read_text()
     card.write_text(card.read_text() + "\n## Of our own\n")
-    run.save(saved, license="mit")
+    run.save(saved_run, license="mit")
     assert "## Of our own" in card.read_text()
     assert "license: mit" in card.read_text()
     assert card.read_text().count("The adapters of 4 clients") == 1
 
 
-def test_a_client_that_joins_adds_one_file(saved, tiny):
-    loaded = perada.Run.load(saved, backbone=tiny.net())
-    before = content(saved)
+def test_a_client_that_joins_adds_one_file(saved_run, tiny):
+    loaded = perada.Run.load(saved_run, backbone=tiny.net())
+    before = content(saved_run)
     joined = perada.personalize(
         loaded, perada.FederatedData([tiny.data().train[0]]), "late", rounds=1, accelerator="cpu"
     )
-    joined.add_client(saved, "late")
-    after = content(saved)
+    joined.add_client(saved_run, "late")
+    after = content(saved_run)
     assert after.keys() - before.keys() == {"personal_2.safetensors"}
     assert {name for name in before if before[name] != after[name]} == {"run.json", "README.md"}
-    assert same_states(joined, perada.Run.load(saved, backbone=tiny.net()))
+    assert same_states(joined, perada.Run.load(saved_run, backbone=tiny.net()))
 
 
 def test_clients_that_share_the_global_adapter_have_no_rows(tiny, tmp_path):
@@ -330,38 +330,38 @@ def test_clients_that_share_the_global_adapter_have_no_rows(tiny, tmp_path):
     assert len(perada.Run.load(folder, backbone=tiny.net()).states("personal")) == 4
 
 
-def test_nothing_is_left_of_a_client_that_is_removed(run, saved, tiny, capsys):
+def test_nothing_is_left_of_a_client_that_is_removed(run, saved_run, tiny, capsys):
     values = run.state("personal", "north")["7.weight"].numpy().tobytes()
-    assert values in (saved / PERSONAL).read_bytes()
-    main(["clients", "remove", str(saved), "--client", "north"])
+    assert values in (saved_run / PERSONAL).read_bytes()
+    main(["clients", "remove", str(saved_run), "--client", "north"])
     assert "Removed client north" in capsys.readouterr().out
-    for name, file in content(saved).items():
+    for name, file in content(saved_run).items():
         assert b"north" not in file, name
         assert values not in file, name
-    loaded = perada.Run.load(saved, backbone=tiny.net())
+    loaded = perada.Run.load(saved_run, backbone=tiny.net())
     assert [
         equal(loaded.state("personal", name), run.state("personal", name)) for name in ("east", "south", "west")
     ] == [True] * 3
     with pytest.raises(ValueError, match="forgotten"):
         loaded.personal(1)
-    forget(saved, "west")
-    loaded = perada.Run.load(saved, backbone=tiny.net())
+    forget(saved_run, "west")
+    loaded = perada.Run.load(saved_run, backbone=tiny.net())
     assert equal(loaded.state("personal", "south"), run.state("personal", "south"))
-    assert len(list(saved.glob("personal*.safetensors"))) == 1
+    assert len(list(saved_run.glob("personal*.safetensors"))) == 1
     # The run can be saved again and joined.
-    again = perada.Run.load(loaded.save(saved.parent / "again"), backbone=tiny.net())
+    again = perada.Run.load(loaded.save(saved_run.parent / "again"), backbone=tiny.net())
     assert same_states(loaded, again)
 
 
-def test_a_removal_that_failed_between_can_be_repeated(run, saved, tiny, monkeypatch):
+def test_a_removal_that_failed_between_can_be_repeated(run, saved_run, tiny, monkeypatch):
     def fails(*_):
         raise OSError("full")
 
     with monkeypatch.context() as patch:
         patch.setattr("perada.results.clients.write_run", fails)
         with pytest.raises(OSError, match="full"):
-            forget(saved, "north")
-    assert same_states(run, perada.Run.load(saved, backbone=tiny.net()))
+            forget(saved_run, "north")
+    assert same_states(run, perada.Run.load(saved_run, backbone=tiny.net()))
     calls = []
 
     def fails_after(folder, index):
@@ -371,20 +371,20 @@ def test_a_removal_that_failed_between_can_be_repeated(run, saved, tiny, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr("perada.results.clients.delete_unlisted", fails_after)
         with pytest.raises(OSError, match="full"):
-            forget(saved, "north")
-    assert len(perada.Run.load(saved, backbone=tiny.net()).states("personal")) == 3
-    assert forget(saved, "north") == 1
-    assert len(list(saved.glob("personal*.safetensors"))) == 1
+            forget(saved_run, "north")
+    assert len(perada.Run.load(saved_run, backbone=tiny.net()).states("personal")) == 3
+    assert forget(saved_run, "north") == 1
+    assert len(list(saved_run.glob("personal*.safetensors"))) == 1
     with pytest.raises(ValueError, match="is unknown"):
-        forget(saved, "north")
+        forget(saved_run, "north")
 
 
-def test_a_file_that_a_saved_run_does_not_list_is_deleted(run, saved):
-    (saved / "personal_7.safetensors").write_bytes(b"of an earlier run")
-    (saved / "mine.safetensors").write_bytes(b"of the user")
-    run.save(saved)
-    assert "personal_7.safetensors" not in content(saved)
-    assert content(saved)["mine.safetensors"] == b"of the user"
+def test_a_file_that_a_saved_run_does_not_list_is_deleted(run, saved_run):
+    (saved_run / "personal_7.safetensors").write_bytes(b"of an earlier run")
+    (saved_run / "mine.safetensors").write_bytes(b"of the user")
+    run.save(saved_run)
+    assert "personal_7.safetensors" not in content(saved_run)
+    assert content(saved_run)["mine.safetensors"] == b"of the user"
 
 
 def test_rows_without_digests_are_not_checked(tmp_path):

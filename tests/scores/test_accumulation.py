@@ -31,7 +31,7 @@ def task(multilabel):
     return logits, y, owner
 
 
-def collected(metric, logits, y, owner, local=False):
+def collect_scores(metric, logits, y, owner, local=False):
     """All models on all images, or the first on those of each owner; in batches of unequal sizes."""
     models, groups = (1, MODELS) if local else (len(logits), 1)
     scores = Scores(make_metrics(metric, task_of_labels(y), CLASSES), task_of_labels(y), models, groups)
@@ -65,9 +65,9 @@ def reference(metric, logits, y):
 def test_scores_equal_scikit_learns(metric, multilabel):
     logits, y, owner = task(multilabel)
     expected = [reference(metric, model, y) for model in logits]
-    assert collected(metric, logits, y, owner).tolist() == pytest.approx(expected, abs=1e-6)
+    assert collect_scores(metric, logits, y, owner).tolist() == pytest.approx(expected, abs=1e-6)
     local = [reference(metric, logits[m, owner == m], y[owner == m]) for m in range(MODELS)]
-    actual = collected(metric, owners_logits(logits, owner), y, owner, local=True)
+    actual = collect_scores(metric, owners_logits(logits, owner), y, owner, local=True)
     assert actual.tolist() == pytest.approx(local, abs=1e-6)
     assert len(set(expected + local)) == 2 * MODELS
 
@@ -83,16 +83,16 @@ def test_accuracy_is_torchmetrics_to_the_last_digit(multilabel):
         return accuracy(predicted, y[rows].long(), **single, average="micro")
 
     everywhere = [scored(model, slice(None)) for model in logits]
-    assert torch.equal(collected("accuracy", logits, y, owner), torch.stack(everywhere))
+    assert torch.equal(collect_scores("accuracy", logits, y, owner), torch.stack(everywhere))
     own = torch.stack([scored(logits[m], owner == m) for m in range(MODELS)])
-    assert torch.equal(collected("accuracy", owners_logits(logits, owner), y, owner, local=True), own)
+    assert torch.equal(collect_scores("accuracy", owners_logits(logits, owner), y, owner, local=True), own)
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "auroc"])
 def test_a_group_without_images_has_no_score(metric):
     logits, y, owner = task(False)
     owner[owner == 1] = 0
-    assert collected(metric, logits, y, owner, local=True).isnan().tolist() == [False, True, False]
+    assert collect_scores(metric, logits, y, owner, local=True).isnan().tolist() == [False, True, False]
 
 
 class Together(Ranks):
@@ -114,8 +114,8 @@ class Together(Ranks):
 def test_what_two_processes_count_adds_up(metric, multilabel):
     """Each runs some models on all images, or all models on some images, or counts some of the images only."""
     logits, y, owner = task(multilabel)
-    counts = collected(metric, logits, y, owner)
-    whole_local = collected(metric, owners_logits(logits, owner), y, owner, local=True)
+    counts = collect_scores(metric, logits, y, owner)
+    whole_local = collect_scores(metric, owners_logits(logits, owner), y, owner, local=True)
 
     def merged(add, **options):
         parts = [
@@ -149,16 +149,16 @@ def test_auroc_is_the_mean_over_the_classes_that_occur_both_ways():
     logits, y, owner = task(True)
     y[:, 1], y[:, 3] = 0, 1
     expected = np.mean([roc_auc_score(y[:, k], logits[0, :, k].sigmoid()) for k in (0, 2)])
-    assert collected("auroc", logits[:1], y, owner).tolist() == pytest.approx([expected], abs=1e-6)
+    assert collect_scores("auroc", logits[:1], y, owner).tolist() == pytest.approx([expected], abs=1e-6)
     y[:] = 1
-    assert collected("auroc", logits[:1], y, owner).isnan().all()
+    assert collect_scores("auroc", logits[:1], y, owner).isnan().all()
 
 
 def test_auroc_ranks_confident_predictions():
     """Logits far beyond where a sigmoid in single precision reaches 1 are still told apart."""
     logits, y, owner = task(True)
     expected = roc_auc_score(y, logits[0].numpy(), average="macro")
-    confident = collected("auroc", logits[:1] + 20, y, owner)
+    confident = collect_scores("auroc", logits[:1] + 20, y, owner)
     assert confident.tolist() == pytest.approx([expected], abs=1e-6)
 
 

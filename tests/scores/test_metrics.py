@@ -66,7 +66,7 @@ EXPECTED["average_precision"] = precision_of_those_that_occur
 CHOICE = [F2 if name == "f2" else name for name in EXPECTED]
 
 
-def scored(choice, shares, labels, multilabel=False):
+def score_in_batches(choice, shares, labels, multilabel=False):
     """In batches, by a single model that gives these probabilities."""
     scores = Scores(make_metrics(choice, task_of(multilabel), CLASSES), task_of(multilabel))
     logits = shares.logit() if multilabel else shares.log()
@@ -78,7 +78,7 @@ def scored(choice, shares, labels, multilabel=False):
 @pytest.mark.parametrize("missing", [False, True])
 def test_metrics_equal_scikit_learns(missing):
     shares, labels = task(missing=missing)
-    actual = scored(CHOICE, shares, labels)
+    actual = score_in_batches(CHOICE, shares, labels)
     expected = {name: score(labels.numpy(), shares.numpy()) for name, score in EXPECTED.items()}
     assert {name: float(value) for name, value in actual.items()} == pytest.approx(expected, abs=1e-6)
     assert len({round(value, 4) for value in expected.values()}) > 6  # they are told apart
@@ -87,7 +87,7 @@ def test_metrics_equal_scikit_learns(missing):
 def test_a_class_that_is_predicted_and_does_not_occur():
     """Balanced accuracy is over the classes that occur."""
     shares = torch.tensor([[0.9, 0.1, 0, 0], [0.1, 0, 0, 0.9], [0.2, 0.8, 0, 0]]).double().clamp(min=1e-9)
-    assert float(scored(["balanced_accuracy"], shares, torch.tensor([0, 0, 1]))["balanced_accuracy"]) == 0.75
+    assert float(score_in_batches(["balanced_accuracy"], shares, torch.tensor([0, 0, 1]))["balanced_accuracy"]) == 0.75
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_class_that_is_predicted_and_does_not_occur():
 )
 def test_per_class(name, score):
     shares, labels = task(missing=True)
-    actual = scored([f"{name}_per_class"], shares, labels)[f"{name}_per_class"]
+    actual = score_in_batches([f"{name}_per_class"], shares, labels)[f"{name}_per_class"]
     expected = getattr(sklearn.metrics, score)(labels.numpy(), shares.argmax(1).numpy(), average=None)
     assert actual[:3].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
     assert actual[3].isnan()
@@ -105,7 +105,9 @@ def test_several_labels_an_image():
     random = torch.Generator().manual_seed(0)
     shares = torch.rand(80, CLASSES, generator=random)
     labels = torch.randint(0, 2, (80, CLASSES), generator=random)
-    result = scored(["auroc", "f1_macro", "average_precision"], shares.double(), labels.float(), multilabel=True)
+    result = score_in_batches(
+        ["auroc", "f1_macro", "average_precision"], shares.double(), labels.float(), multilabel=True
+    )
     truth = labels.numpy()
     shares = shares.numpy()
     assert {name: float(value) for name, value in result.items()} == pytest.approx(
@@ -121,7 +123,7 @@ def test_several_labels_an_image():
 def test_labels_that_no_image_has_do_not_count():
     shares = torch.tensor([[0.9, 0.3, 0.4, 0.5], [0.2, 0.6, 0.4, 0.1], [0.8, 0.1, 0.2, 0.7]]).double()
     labels = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0]])
-    result = scored(["average_precision"], shares, labels, multilabel=True)["average_precision"]
+    result = score_in_batches(["average_precision"], shares, labels, multilabel=True)["average_precision"]
     precisions = [sklearn.metrics.average_precision_score(labels[:, k].numpy(), shares[:, k].numpy()) for k in (0, 1)]
     assert float(result) == pytest.approx(np.mean(precisions))
 

@@ -25,7 +25,7 @@ from tests.rejections import rejects
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
-def drawn(ranks, out=7, into=9, seed=0):
+def draw_pairs(ranks, out=7, into=9, seed=0):
     random = torch.Generator().manual_seed(seed)
 
     def matrix(*shape):
@@ -54,9 +54,9 @@ def best(matrix, rank):
 @pytest.mark.parametrize(("out", "into"), [(7, 9), (12, 4), (3, 30)])
 def test_products_are_averaged_and_cut_off_as_the_dense_mean_is(ranks, rank, out, into):
     """Without a cut where the ranks sum to at most r; the stack may be wider than the layer."""
-    pairs = drawn(ranks, out, into)
+    pairs = draw_pairs(ranks, out, into)
     weights = shares(len(ranks))
-    ((_, before),) = drawn([rank], out, into, seed=1)
+    ((_, before),) = draw_pairs([rank], out, into, seed=1)
     product, (up, down) = dense(pairs, weights), truncate(weighted_sum(pairs, weights), rank, before)
     assert up.shape == (out, rank)
     assert down.shape == (rank, into)
@@ -101,8 +101,8 @@ def orthogonal(rows):
 def test_rounding_does_not_choose_the_rows_that_the_mean_leaves_free(nudge):
     """Clients of ranks 1 and 2 in factors of rank 5: two rows of A are those before, made orthogonal."""
     random = torch.Generator().manual_seed(7)
-    ((_, before),) = drawn([5], seed=1)
-    pairs = [FactorPair(nn.functional.pad(up, (0, 5 - up.shape[1])), down) for up, down in drawn([1, 2])]
+    ((_, before),) = draw_pairs([5], seed=1)
+    pairs = [FactorPair(nn.functional.pad(up, (0, 5 - up.shape[1])), down) for up, down in draw_pairs([1, 2])]
     pairs = [FactorPair(up, nn.functional.pad(down, (0, 0, 0, 5 - len(down)))) for up, down in pairs]
     moved = [
         FactorPair(*(x * (1 + nudge * torch.rand(x.shape, generator=random).double()) for x in pair)) for pair in pairs
@@ -120,7 +120,7 @@ def test_rounding_does_not_choose_the_rows_that_the_mean_leaves_free(nudge):
 
 @pytest.mark.parametrize("strength", [1e-3, 0.01, 2.0])
 def test_the_corrected_factor_is_the_minimum(strength):
-    pairs = drawn([3] * 4)
+    pairs = draw_pairs([3] * 4)
     weights = shares(4)
     up, down = (sum(w * pair[side] for w, pair in zip(weights, pairs, strict=True)) for side in (0, 1))
     result, same = correct_up(pairs, weights, strength)

@@ -49,7 +49,7 @@ def test_over_flower_it_is_the_simulation_to_the_bit(tmp_path, capfd, monkeypatc
         assert progress.history[-1][name] == pytest.approx(simulated["metrics"]["rounds"][-1][name], abs=1e-5), name
 
 
-def averaged(rounds, secure_sums):
+def averaging_recipe(rounds, secure_sums):
     """The recipe of the demonstration, whose global state is the plain mean of what the sites sent."""
     recipe = yaml.safe_load(demo_recipe(rounds, secure_sums))
     recipe["distillation"]["steps"] = 0
@@ -147,7 +147,7 @@ class Killed(Watched, Demo):
 @pytest.fixture
 def four(monkeypatch):
     monkeypatch.setattr(deployment, "SITES", FOUR)
-    monkeypatch.setattr(deployment, "demo_recipe", averaged)
+    monkeypatch.setattr(deployment, "demo_recipe", averaging_recipe)
     with tempfile.TemporaryDirectory(prefix="pd") as folder, Killed(Path(folder), FOUR, ENVIRONMENT) as made:
         yield made
         print(made.log("run").read_text(), made.log("worker-beta").read_text())  # for who asks why it failed

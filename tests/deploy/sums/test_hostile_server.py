@@ -28,7 +28,7 @@ def _believes(monkeypatch):
     monkeypatch.setattr(summing, "consistent_adverts", dict)
 
 
-def changed(message, tensors=None, **header):
+def change_message(message, tensors=None, **header):
     """A message with other tensors or another header."""
     order = Request.read(read_header(message))
     from safetensors.torch import load
@@ -49,7 +49,7 @@ def assert_void(progress, caplog, reason):
     assert reason in caplog.text
 
 
-def shifted(state):
+def shift_state(state):
     return {key: value + 1.0 if value.is_floating_point() else value for key, value in state.items()}
 
 
@@ -57,7 +57,7 @@ def shifted(state):
 @pytest.mark.parametrize(
     "change",
     [
-        {"tensors": shifted},  # a model of its own
+        {"tensors": shift_state},  # a model of its own
         {"factor": 0.0},  # a learning rate at which the site returns what it was sent
         {"strides": {"0.weight": [9, 1, 3, 1]}},
         {"clients": 9},
@@ -68,7 +68,7 @@ def shifted(state):
 @pytest.mark.usefixtures("_believes")
 def test_sites_that_are_told_different_things_mask_nothing(change, told, deployment, caplog):
     def lie(name, message):
-        return changed(message, **change) if name in told and asks(message, "train") else message
+        return change_message(message, **change) if name in told and asks(message, "train") else message
 
     progress, transport = run(deployment, lie)
     assert_void(progress, caplog, "are for a different sum")
@@ -96,7 +96,7 @@ def test_sites_that_were_told_different_things_once_are_in_no_later_sum(tiny, tm
 
     def lie(name, message):
         poisoned = asks(message, "train") and read_header(message)["round"] == 0 and name != "site3"
-        return changed(message, tensors=dead, factor=1e3) if poisoned else message
+        return change_message(message, tensors=dead, factor=1e3) if poisoned else message
 
     workers = deployment.workers(may_send=())
     transport = Liar(workers, lie)
@@ -228,7 +228,7 @@ def test_a_step_out_of_its_turn_is_rejected_before_anything_is_computed(tiny, tm
 
     def early(name, message):
         if asks(message, "shares") and not codes:
-            mask = changed(message, kind="mask", sums={"sealed": {}})
+            mask = change_message(message, kind="mask", sums={"sealed": {}})
             codes.append(read_header(workers[name].answer(mask, "liar"))["code"])
         return message
 
@@ -296,7 +296,7 @@ def invented(made):
         order = Request.read(read_header(message))
         terms = SumTerms(order.run, order.round, order.recipe, SecureSums())
         advert = SiteRound("invented", Ed25519PrivateKey.generate(), {}, terms).advertise()
-        return changed(message, sums={"adverts": [*order.sums["adverts"], vars(advert)]})
+        return change_message(message, sums={"adverts": [*order.sums["adverts"], vars(advert)]})
 
     return lie
 
@@ -306,7 +306,9 @@ def without(*gone):
         if not asks(message, "shares"):
             return message
         order = Request.read(read_header(message))
-        return changed(message, sums={"adverts": [one for one in order.sums["adverts"] if one["name"] not in gone]})
+        return change_message(
+            message, sums={"adverts": [one for one in order.sums["adverts"] if one["name"] not in gone]}
+        )
 
     return lie
 
@@ -341,7 +343,7 @@ def test_lists_that_the_server_made_up_are_rejected_and_logged(lie, reason, tiny
 @pytest.mark.every(7)
 def test_what_makes_no_sense_is_rejected_and_the_worker_lives(step, sums, deployment):
     def lie(name, message):
-        return changed(message, sums=sums) if name == "site0" and asks(message, step) else message
+        return change_message(message, sums=sums) if name == "site0" and asks(message, step) else message
 
     progress, transport = run(deployment, lie)
     codes = {read_header(reply)["code"] for name, kind, reply in transport.seen if (name, kind) == ("site0", step)}

@@ -14,7 +14,7 @@ from perada.deploy.state import RunState
 from perada.deploy.transport import LocalTransport
 
 from .test_deployed_sums import CASES, Liar, asks, parties, updates
-from .test_hostile_server import changed
+from .test_hostile_server import change_message
 
 PAGE = Path(__file__).parents[3] / "docs" / "secure_sums.md"
 NAMES = {
@@ -48,7 +48,7 @@ ALT = {
 """Those whose names differ by upper case alone."""
 
 
-def moved(state, by):
+def move_state(state, by):
     random = torch.Generator().manual_seed(1)
     return {
         key: value + by * torch.randn(value.shape, generator=random).abs() if value.is_floating_point() else value
@@ -61,11 +61,11 @@ def sent_after(client, shift):
     order = Request("train", "0" * 32, client.recipe.digest, 0, 0, 3)
     state = RunState("0" * 32)
     model = client.recipe.template.received
-    kept = client.train(order, moved(model, shift), state, client.protection(None, 0)).trained.client_state
+    kept = client.train(order, move_state(model, shift), state, client.protection(None, 0)).trained.client_state
     kept = {role: {key: value.clone() for key, value in part.items()} for role, part in kept.items()}
     state = replace(state, training=replace(state.training, client_state=kept))
     again = replace(order, round=1)
-    return client.train(again, moved(model, 0.1), state, client.protection(None, 1)).trained.sent
+    return client.train(again, move_state(model, 0.1), state, client.protection(None, 1)).trained.sent
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -130,7 +130,7 @@ def test_a_model_can_be_made_by_which_a_site_breaks_or_not_as_its_images_are(tin
         return given | {"0.weight": scale, "0.bias": torch.full((4,), -1e4 * cut), "3.weight": rows}
 
     def lie(_, message):
-        return changed(message, made_up, factor=1e6) if asks(message, "train") else message
+        return change_message(message, made_up, factor=1e6) if asks(message, "train") else message
 
     transport = Liar(workers, lie)
     coordinator = deployment.coordinator(transport, min_sites=3)

@@ -28,7 +28,7 @@ from perada.server import SecureSums
 from ..test_parity import assert_equal, normalized
 from ..test_rounds import Troubled, equal, state
 from .test_deployed_sums import FOUR, Liar, Stopped, asks, dying, parties
-from .test_hostile_server import changed
+from .test_hostile_server import change_message
 
 ALARM = 1e-6
 
@@ -48,7 +48,7 @@ def noisy(tiny, tmp_path, algorithm="fedavg", *, privacy=None, loop=None, **opti
     )
 
 
-def spent(workers):
+def spent_by_site(workers):
     """Noisy sums that each site counted, by its noise multiplier, from the disks."""
     results = {}
     for name, worker in workers.items():
@@ -205,7 +205,7 @@ def test_the_accounts_are_those_of_opacus_also_of_who_went_and_of_a_void_round(t
     rounds = {"site0": 3, "site1": 2, "site2": 3, "site3": 3}
     level = coordinator.roster.client_level
     assert level.hidden and level.sums is not None
-    assert spent(workers) == {name: {2.0: times} for name, times in rounds.items()}
+    assert spent_by_site(workers) == {name: {2.0: times} for name, times in rounds.items()}
     numbers = coordinator.roster.numbers
     result = level.epsilons([numbers[name] for name in rounds])["server"]
     assert result == pytest.approx([by_opacus(times, 2.0) for times in rounds.values()], rel=1e-12)
@@ -219,13 +219,13 @@ def test_a_site_stops_itself_when_one_whole_run_is_spent(tiny, tmp_path):
     deployment = noisy(tiny, tmp_path, sizes=FOUR)
     workers = deployment.workers()
     deployment.coordinator(LocalTransport(workers)).run()
-    assert spent(workers) == {name: {1.0: 2} for name in deployment.names}
+    assert spent_by_site(workers) == {name: {1.0: 2} for name in deployment.names}
     again = noisy(tiny, tmp_path / "again", sizes=FOUR)
     again.identities = deployment.identities
     coordinator = again.coordinator(LocalTransport(workers), deadline=20.0)
     with pytest.raises(TimeoutError, match="exhausted"):
         coordinator.run()
-    assert spent(workers) == {name: {1.0: 2} for name in deployment.names}
+    assert spent_by_site(workers) == {name: {1.0: 2} for name in deployment.names}
     for worker in workers.values():
         worker.store.close()
     shown = site_status(SimpleNamespace(name="site0", state=deployment.folder / "site0", limits=Limits()))
@@ -241,7 +241,7 @@ def test_a_site_stops_itself_when_one_whole_run_is_spent(tiny, tmp_path):
     third = noisy(tiny, tmp_path / "third", sizes=FOUR)
     with pytest.raises(TimeoutError, match="exhausted"):
         third.coordinator(LocalTransport(workers), deadline=20.0).run()
-    assert spent(workers) == {name: {1.0: 3} for name in deployment.names}  # one more, and not two
+    assert spent_by_site(workers) == {name: {1.0: 3} for name in deployment.names}  # one more, and not two
 
 
 def test_a_budget_is_looked_at_again_before_a_vector_leaves(tiny, tmp_path):
@@ -257,7 +257,7 @@ def test_a_budget_is_looked_at_again_before_a_vector_leaves(tiny, tmp_path):
     first = deployment.coordinator(Troubled(workers, other_first), min_sites=3).run().records[0]
     assert other.progress.records[0].summed == deployment.names
     assert first.summed == [] and first.void
-    assert spent(workers) == {name: {1.0: 1} for name in deployment.names}
+    assert spent_by_site(workers) == {name: {1.0: 1} for name in deployment.names}
 
 
 # Restarts.
@@ -273,7 +273,7 @@ def test_noise_is_drawn_for_one_vector_and_a_vector_leaves_once(step, tiny, tmp_
     first, second = deployment.coordinator(dying(deployment, workers, step), min_sites=3).run().records
     assert ("site1" in first.summed) == (step == "confirm") and second.summed == deployment.names
     vectors = [vector for name, vector in seen if name == "site1"]
-    assert len(vectors) == spent(workers)["site1"][1.0] == (1 if step == "mask" else 2)
+    assert len(vectors) == spent_by_site(workers)["site1"][1.0] == (1 if step == "mask" else 2)
 
 
 def test_a_vector_that_is_made_again_before_it_left_has_other_noise(tiny, tmp_path, monkeypatch):
@@ -295,7 +295,7 @@ def test_a_vector_that_is_made_again_before_it_left_has_other_noise(tiny, tmp_pa
     transport = Liar(workers)
     deployment.coordinator(transport, min_sites=3).run()
     sent = [read_header(reply)["code"] for name, kind, reply in transport.seen if (name, kind) == ("site1", "mask")]
-    assert "ok" not in sent and spent(workers)["site1"] == {}
+    assert "ok" not in sent and spent_by_site(workers)["site1"] == {}
     assert len([vector for name, vector in seen if name == "site1"]) == 1
 
 
@@ -332,14 +332,14 @@ def test_sites_that_are_told_different_norms_are_in_no_sum(tiny, tmp_path):
     deployment = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE)
 
     def lie(name, message):
-        return changed(message, norm=50.0) if name == "site1" and asks(message, "train") else message
+        return change_message(message, norm=50.0) if name == "site1" and asks(message, "train") else message
 
     record = deployment.coordinator(Liar(deployment.workers(), lie), min_sites=3).run().records[0]
     assert "site1" not in record.summed and len(record.summed) == 3
 
 
 def with_norm(message, norm):
-    return changed(message, norm=norm) if asks(message, "train") else message
+    return change_message(message, norm=norm) if asks(message, "train") else message
 
 
 @pytest.mark.every(3)

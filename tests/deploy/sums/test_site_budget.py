@@ -23,7 +23,7 @@ from ..parties import Parties
 from ..test_rounds import Troubled
 from ..test_sites import code, only_client, sending, train
 from .test_deployed_sums import FOUR, asks
-from .test_noisy_sums import by_opacus, noisy, spent
+from .test_noisy_sums import by_opacus, noisy, spent_by_site
 
 OTHER_RUN = "cd" * 16
 WITHOUT = {
@@ -59,7 +59,7 @@ def test_a_limit_of_the_site_is_not_kept_after_a_run_without_noise_of_its_own(ki
     caplog.clear()
     assert ask(site) == "exhausted"
     assert f"max_site_epsilon=8 cannot be met: {reason}" in caplog.text
-    assert spent({"site0": site}) == {"site0": {0.0: 1}}
+    assert spent_by_site({"site0": site}) == {"site0": {0.0: 1}}
     client = only_client(site)
     assert client.site_privacy.budget.epsilon(site.store.totals.ledger.history(SITE_LEDGER)) == math.inf
     assert f"but {reason}" in format_site_privacy(client, site.store.totals.ledger)
@@ -73,7 +73,7 @@ def test_a_site_without_a_limit_goes_on_and_every_report_says_infinity(kind, tin
     deployment = noisy(tiny, tmp_path, sizes=FOUR)
     workers = deployment.workers()
     deployment.coordinator(LocalTransport(workers)).run()
-    found = spent(workers)
+    found = spent_by_site(workers)
     assert found == {"site0": {0.0: 1, 1.0: 2}} | {f"site{number}": {1.0: 2} for number in (1, 2, 3)}
     last = {}
     for name, worker in workers.items():
@@ -114,7 +114,7 @@ def test_a_budget_that_was_lost_after_the_training_lets_no_vector_out(tiny, tmp_
 
     (record,) = deployment.coordinator(Troubled(workers, other_run_first), min_sites=3).run().records
     assert record.summed == deployment.names[1:]
-    assert spent(workers)["site0"] == {0.0: 1}
+    assert spent_by_site(workers)["site0"] == {0.0: 1}
     assert "max_site_epsilon=8 cannot be met: the site has trained or scored once" in caplog.text
 
 

@@ -217,7 +217,7 @@ def test_masks_are_taken_away_by_nothing_but_the_sum():
     assert not np.array_equal(one.seen[0]["site0"] - known, site_vectors["site0"])
 
 
-def begun(names=NAMES, terms=TERMS):
+def begin_sum(names=NAMES, terms=TERMS):
     parties = sites(names, terms)
     return parties, [party.advertise() for party in parties.values()]
 
@@ -236,8 +236,8 @@ def begun(names=NAMES, terms=TERMS):
     ],
 )
 def test_lists_of_keys_that_a_server_made_up_are_rejected(change, message):
-    parties, adverts = begun()
-    _, other = begun([*NAMES[:2], "stranger"], replace(TERMS, round=3))
+    parties, adverts = begin_sum()
+    _, other = begin_sum([*NAMES[:2], "stranger"], replace(TERMS, round=3))
     with pytest.raises(RejectionError, match=message):
         parties["site0"].share(change(adverts, other))
 
@@ -245,7 +245,7 @@ def test_lists_of_keys_that_a_server_made_up_are_rejected(change, message):
 @pytest.mark.parametrize("name", [field.name for field in fields(keys.Advert) if field.name != "signature"])
 def test_all_that_a_site_says_with_its_keys_is_signed(name):
     """Which numbers it adds too: or a server has a sum of losses to which one site adds."""
-    parties, adverts = begun()
+    parties, adverts = begin_sum()
     other = {"name": "site3", "numbers": "loss", "heard": f"1:{'0' * HEARD_DIGITS} "}.get(name, "12" * 32)
     adverts[1] = replace(adverts[1], **{name: other})
     with pytest.raises(RejectionError, match=r"are not signed by it|twice"):
@@ -253,7 +253,7 @@ def test_all_that_a_site_says_with_its_keys_is_signed(name):
 
 
 def shared(names=NAMES):
-    parties, adverts = begun(names)
+    parties, adverts = begin_sum(names)
     server = ServerRound(TERMS, adverts)
     return parties, server.deliver({name: one.share(adverts) for name, one in parties.items()}), server
 
@@ -306,7 +306,7 @@ def test_what_a_site_seals_does_not_open_what_is_sealed_for_it():
 
 def test_a_dealer_cannot_show_that_it_was_honest_with_another_key():
     """It seals with a key that the other site does not have, and says later that this was the one."""
-    parties, adverts = begun()
+    parties, adverts = begin_sum()
     server = ServerRound(TERMS, adverts)
     other = secrets.token_bytes(16)
     seals = parties["site0"]._seeds["seals"]
@@ -373,7 +373,7 @@ def test_signatures_are_of_all_that_the_sites_agree_on(other):
         parties["site0"].reveal(signatures)
 
 
-def masked():
+def mask_vectors():
     parties, boxes, server = shared()
     hold_all(parties, boxes, server)
     for name, party in parties.items():
@@ -392,12 +392,12 @@ def masked():
 )
 def test_lists_of_the_living_that_a_server_made_up_are_rejected(alive, message):
     with pytest.raises(RejectionError, match=message):
-        masked()["site0"].confirm(alive)
+        mask_vectors()["site0"].confirm(alive)
 
 
 def test_two_lists_of_the_living_reveal_nothing():
     """Three sites are told that site6 is gone, three that it is not: it would lose both halves."""
-    parties = masked()
+    parties = mask_vectors()
     without = NAMES[:6]
     signatures = {name: parties[name].confirm(without if place < 3 else NAMES) for place, name in enumerate(NAMES)}
     for name in NAMES:
@@ -406,7 +406,7 @@ def test_two_lists_of_the_living_reveal_nothing():
 
 
 def test_a_site_reveals_once_and_of_each_site_one_half():
-    parties = masked()
+    parties = mask_vectors()
     without = NAMES[:6]
     signatures = {name: parties[name].confirm(without) for name in without}
     for name in without:
@@ -418,7 +418,7 @@ def test_a_site_reveals_once_and_of_each_site_one_half():
 
 
 def test_signatures_count_once_and_by_those_in_the_sum():
-    parties = masked()
+    parties = mask_vectors()
     mine = parties["site0"].confirm(NAMES)
     with pytest.raises(RejectionError, match="1 sites signed"):
         parties["site0"].reveal({name: mine for name in NAMES})

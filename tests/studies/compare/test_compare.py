@@ -62,7 +62,7 @@ def rows(text):
     return {row[0]: dict(zip(split[0][1:], row[1:], strict=True)) for row in split[2:]}
 
 
-def begun(text):
+def started_runs(text):
     """What was run, without numbers and times."""
     lines = [line for line in text.splitlines() if line.startswith("---")]
     return [line.split(" ", 2)[2].rsplit(" (", 1)[0] for line in lines]
@@ -80,7 +80,7 @@ def recipe(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def read(tmp_path):
+def read_results(tmp_path):
     return lambda: json.loads((tmp_path / "out" / "r.json").read_text())
 
 
@@ -88,17 +88,17 @@ OUT = ["--output", "out/r.json"]
 WEIGHTS = "--model.pretrained=perada:fashion_test_resnet"
 
 
-def test_each_algorithm_and_seed_once_and_not_again(recipe, read, tmp_path, capsys):
+def test_each_algorithm_and_seed_once_and_not_again(recipe, read_results, tmp_path, capsys):
     words = ["compare", recipe, "--algorithms", "fedavg", "ditto", "--seeds", "0", "1", *OUT]
     main([*words[:4], "--seeds", "0", *OUT, "--training.lr_local=0.2"])
-    partial = read()
+    partial = read_results()
     assert [(record["label"], record["seed"]) for record in partial] == [("before fine-tuning", 0), ("fedavg", 0)]
     capsys.readouterr()
     main([*words, "--training.lr_local=0.2"])
     output = capsys.readouterr().out
-    assert begun(output) == ["ditto, seed 0", "fedavg, seed 1", "ditto, seed 1"]
+    assert started_runs(output) == ["ditto, seed 0", "fedavg, seed 1", "ditto, seed 1"]
     assert [line.split()[1] for line in output.splitlines() if line.startswith("---")] == ["2/4", "3/4", "4/4"]
-    records = read()
+    records = read_results()
     assert all(record in records for record in partial)
     table = rows(output)
     assert list(table) == ["before fine-tuning", "fedavg", "ditto", "full fine-tuning, for comparison"]
@@ -114,7 +114,7 @@ def test_each_algorithm_and_seed_once_and_not_again(recipe, read, tmp_path, caps
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["r.json"]
 
 
-def fitted(*words):
+def fit_scores(*words):
     """A run's scores, without `perada compare`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -129,18 +129,18 @@ def fitted(*words):
 
 
 @pytest.mark.slow
-def test_the_grid_is_chosen_from_on_validation_images(recipe, read, capsys):
+def test_the_grid_is_chosen_from_on_validation_images(recipe, read_results, capsys):
     steps = ["--training.local_steps=6", "--federated.algorithm.distill=false", "--data.train_limit=600", WEIGHTS]
     command = ["compare", recipe, "--algorithms", "perada_no_kd", "--seeds", "3", *OUT, *GRID, *steps]
     main(command)
     shown = capsys.readouterr().out
-    records = read()
+    records = read_results()
     held_out = ["--data.client_validation=0.2", "--data.evaluate_on=validation"]
     rates = {
         rate: ["--seed_everything=3", *steps, f"--training.lr_personal={rate}", f"--training.lr_local={rate}"]
         for rate in ("0.01", "0.3", "0.1")
     }
-    expected = {rate: fitted(*words, *held_out) for rate, words in rates.items()}
+    expected = {rate: fit_scores(*words, *held_out) for rate, words in rates.items()}
     assert len({scores["personal/local_test"] for scores in expected.values()}) > 1
     for rate, record in zip(rates, records[:3] if records[0]["stage"] == "tune" else records[1:4], strict=True):
         assert (record["stage"], record["point"]) == ("tune", {GRID[1].split("=")[0]: rate})
@@ -149,7 +149,7 @@ def test_the_grid_is_chosen_from_on_validation_images(recipe, read, capsys):
     best = max(means, key=means.get)
     assert best != "0.01"  # a choice, not the first value
     assert f"--training.lr_local={best} chosen, validation score {100 * means[best]:.2f} %" in shown
-    assert fitted(*rates[best]).items() <= records[-1].items()
+    assert fit_scores(*rates[best]).items() <= records[-1].items()
     assert rows(shown)["perada_no_kd"]["chosen"] == best
     grid = [line for line in shown.splitlines() if line.startswith("| perada_no_kd")][:3]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in grid]
@@ -167,10 +167,10 @@ def test_the_grid_is_chosen_from_on_validation_images(recipe, read, capsys):
 
 
 @pytest.mark.slow
-def test_a_command_goes_on_where_it_stopped(recipe, read, tmp_path, capsys):
+def test_a_command_goes_on_where_it_stopped(recipe, read_results, tmp_path, capsys):
     command = ["compare", recipe, "--algorithms", "fedavg", "standalone", *OUT, *GRID]
     main(command)
-    uninterrupted = read()
+    uninterrupted = read_results()
     assert [record["stage"] for record in uninterrupted] == ["start"] + ["tune"] * 6 + ["run"] * 2
     lost = [
         record
@@ -182,11 +182,11 @@ def test_a_command_goes_on_where_it_stopped(recipe, read, tmp_path, capsys):
     capsys.readouterr()
     main(command)
     again = "fedavg, seed 0, lr_personal+lr_local="
-    assert [line.startswith(again) for line in begun(capsys.readouterr().out)] == [True] * len(lost)
-    assert timeless(read()) == timeless(uninterrupted)
-    assert all(record in read() for record in rest)
+    assert [line.startswith(again) for line in started_runs(capsys.readouterr().out)] == [True] * len(lost)
+    assert timeless(read_results()) == timeless(uninterrupted)
+    assert all(record in read_results() for record in rest)
     main(command)
-    assert begun(capsys.readouterr().out) == []
+    assert started_runs(capsys.readouterr().out) == []
     (tmp_path / "tiny.yaml").write_text("# a comment\n" + TINY)
     main(command)
     (tmp_path / "tiny.yaml").write_text(TINY.replace("train_limit: 60", "train_limit: 50"))
@@ -310,14 +310,14 @@ def test_a_row_does_not_show_another_algorithm_than_its_name_says(recipe, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_other_runs_go_on_when_one_fails(recipe, read, capsys):
+def test_the_other_runs_go_on_when_one_fails(recipe, read_results, capsys):
     command = ["compare", recipe, "--algorithms", "fedrep", "fedavg", *OUT]  # fedrep has nothing to share of a head
     for _ in range(2):  # what failed is tried again
         with pytest.raises(SystemExit) as stop:
             main(command)
         assert stop.value.code == 1
         shown = capsys.readouterr()
-        assert begun(shown.out)[0] == "fedrep, seed 0"
+        assert started_runs(shown.out)[0] == "fedrep, seed 0"
         assert (
             shown.out.rstrip()
             .splitlines()[-1]
@@ -327,7 +327,7 @@ def test_the_other_runs_go_on_when_one_fails(recipe, read, capsys):
         table = rows(shown.out)
         assert table["fedrep (1 of 1 failed)"]["own images"] == "–"
         assert table["fedavg"]["own images"] != "–"
-    failed = [record for record in read() if "failed" in record]
+    failed = [record for record in read_results() if "failed" in record]
     assert [record["label"] for record in failed] == ["fedrep"]
     assert "\n" not in failed[0]["failed"]
     with pytest.raises(SystemExit):
@@ -339,27 +339,27 @@ def test_the_other_runs_go_on_when_one_fails(recipe, read, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:round 1:UserWarning")
-def test_a_run_that_diverged_is_not_chosen(recipe, read, capsys):
+def test_a_run_that_diverged_is_not_chosen(recipe, read_results, capsys):
     with pytest.raises(SystemExit):
         main(["compare", recipe, "--algorithms", "fedavg", *OUT, "--tune=training.lr_local=1e38",
               "--training.momentum=0.9",
               "--training.local_steps=4"])  # fmt: skip
-    assert [(record["diverged"], record["stage"]) for record in read()] == [(True, "tune")]
+    assert [(record["diverged"], record["stage"]) for record in read_results()] == [(True, "tune")]
     assert "every run of the grid failed or diverged" in capsys.readouterr().err
 
 
 def test_choice():
-    def scored(local, everywhere, diverged=False):
+    def record_with(local, everywhere, diverged=False):
         return {"personal/local_test": local, "personal/global_test": everywhere, "diverged": diverged}
 
-    records = [scored(0.9, 0.1), scored(0.4, 0.8), scored(0.8, 0.4)]
+    records = [record_with(0.9, 0.1), record_with(0.4, 0.8), record_with(0.8, 0.4)]
     tried = [GridTrial({"lr": str(number)}, [record]) for number, record in enumerate(records)]
     assert choose_trial(tried) == choose_trial(tried[1:]) == tried[1]
     assert [score(record) for record in records] == pytest.approx([0.5, 0.6, 0.6])
-    diverged = GridTrial({"lr": "4"}, [scored(None, None, True)])
+    diverged = GridTrial({"lr": "4"}, [record_with(None, None, True)])
     failed = GridTrial({"lr": "5"}, [{"failed": "x"}])
     assert choose_trial([*tried, diverged, failed]) == choose_trial(tried)
-    assert choose_trial([GridTrial({"lr": "4"}, [scored(1.0, 1.0, True)]), GridTrial({"lr": "5"}, [None])]) is None
+    assert choose_trial([GridTrial({"lr": "4"}, [record_with(1.0, 1.0, True)]), GridTrial({"lr": "5"}, [None])]) is None
 
 
 @pytest.mark.every(8)
@@ -575,10 +575,10 @@ def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own
 
 
 @pytest.mark.slow
-def test_phases_share_the_budget_of_local_steps(recipe, read):
+def test_phases_share_the_budget_of_local_steps(recipe, read_results):
     full = ["--model.adapter=full", "--training.local_steps=4", "--trainer.max_epochs=2"]
     main(["compare", recipe, "--algorithms", "fedavg", "fedrep", "fedalt_input", "fedsim_output", *OUT, *full])
-    assert {r["label"]: r["local_steps"] for r in read() if r["stage"] == "run"} == dict.fromkeys(
+    assert {r["label"]: r["local_steps"] for r in read_results() if r["stage"] == "run"} == dict.fromkeys(
         ("fedavg", "fedrep", "fedalt_input", "fedsim_output"), 8
     )
 
@@ -670,12 +670,12 @@ def test_rows_with_stale_models_are_named():
 
 
 @pytest.mark.slow
-def test_a_run_says_who_took_part_when(recipe, read, capsys):
+def test_a_run_says_who_took_part_when(recipe, read_results, capsys):
     """Of FedAvg, whose clients predict with the newest model, none is stale."""
     options = ["--federated.clients_per_round=1", "--trainer.max_epochs=2"]
     main(["compare", recipe, "--algorithms", "fedavg", "ditto", *options, *OUT])
     result = capsys.readouterr()
-    runs = {one["label"]: one for one in read() if one["stage"] == "run"}
+    runs = {one["label"]: one for one in read_results() if one["stage"] == "run"}
     clients = runs["ditto"]["num_clients"]
     last = [0] * clients
     for round in range(2):
@@ -777,10 +777,10 @@ def test_a_setting_is_judged_by_its_mean_over_the_seeds_of_the_grid():
 
 
 @pytest.mark.slow
-def test_each_seed_divides_anew_and_others_choose(recipe, read, capsys):
+def test_each_seed_divides_anew_and_others_choose(recipe, read_results, capsys):
     words = ["compare", recipe, "--algorithms", "fedavg", "--seeds", "0", "1", "--redivide", *OUT]
     main([*words, "--tune", "training.lr_local=0.01,0.3", "--tune_seeds", "5", "6"])
-    records = read()
+    records = read_results()
     tried = [(r["point"]["training.lr_local"], r["seed"]) for r in records if r["stage"] == "tune"]
     assert tried == [("0.01", 5), ("0.01", 6), ("0.3", 5), ("0.3", 6)]
     for made in records:
@@ -795,7 +795,7 @@ def test_each_seed_divides_anew_and_others_choose(recipe, read, capsys):
     assert f"chosen, validation score {100 * means[best]:.2f} ± " in capsys.readouterr().out
     # It goes on where it stopped, with further seeds.
     main([*words, "--tune", "training.lr_local=0.01,0.3", "--tune_seeds", "5", "6", "7"])
-    assert [line.split(", lr")[0] for line in begun(capsys.readouterr().out)] == ["fedavg, seed 7"] * 2
+    assert [line.split(", lr")[0] for line in started_runs(capsys.readouterr().out)] == ["fedavg, seed 7"] * 2
 
 
 @pytest.mark.parametrize(
@@ -829,14 +829,14 @@ def test_two_recipes_have_rows_of_their_own(recipe, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read, capsys):
+def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read_results, capsys):
     grid = ["--tune", "training.lr_personal+training.lr_local=0.01,0.3", "--seeds", "1", "2"]
     main(["compare", recipe, "--algorithms", "fedavg", "--vary", "data.public_fraction=0.2,0.4", *grid, *OUT])
     result = rows(capsys.readouterr().out)
     labels = ["fedavg, public_fraction=0.2", "fedavg, public_fraction=0.4"]
     assert [label for label in result if label.startswith("fedavg")] == labels
     for label, share in zip(labels, ("0.2", "0.4"), strict=True):
-        rows_of_label = [record for record in read() if record["label"] == label]
+        rows_of_label = [record for record in read_results() if record["label"] == label]
         assert [(record["stage"], record["seed"]) for record in rows_of_label] == [("tune", 1)] * 2 + [
             ("run", 1),
             ("run", 2),
@@ -849,12 +849,12 @@ def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read, capsys)
 
 
 @pytest.mark.slow
-def test_scores_after_several_rounds_are_a_table(recipe, read, capsys):
+def test_scores_after_several_rounds_are_a_table(recipe, read_results, capsys):
     main(
         ["compare", recipe, "--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=2", "--seeds", "0", "1", *OUT]
     )
     text = capsys.readouterr().out
-    runs = [record for record in read() if record["stage"] == "run"]
+    runs = [record for record in read_results() if record["stage"] == "run"]
     assert [[row["round"] for row in record["history"]] for record in runs] == [[2, 3]] * 2
     for name, words in (("personal/local_test", "own images"), ("global/global_test", "global model")):
         row = text.partition(f"| {words} after round")[2].splitlines()[2]
@@ -878,7 +878,7 @@ federated: {algorithm.prox_strength: 2.0}
 """
 
 
-def test_a_file_says_what_is_compared(recipe, read, tmp_path, capsys):
+def test_a_file_says_what_is_compared(recipe, read_results, tmp_path, capsys):
     (tmp_path / "table.yaml").write_text(COMPARISON)
     words = comparison(["table.yaml", "--data.test_limit=30"])
     assert words == [
@@ -895,10 +895,10 @@ def test_a_file_says_what_is_compared(recipe, read, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_ensembles_have_columns_of_their_modes(recipe, read, capsys):
+def test_ensembles_have_columns_of_their_modes(recipe, read_results, capsys):
     main(["compare", recipe, "--algorithms", "fedavg", "fed_ensemble", "--seeds", "0", "1", *OUT])
     result = rows(capsys.readouterr().out)
-    runs = [record for record in read() if record["label"] == "fed_ensemble"]
+    runs = [record for record in read_results() if record["label"] == "fed_ensemble"]
     best, entropy = (sum(record[name] for record in runs) / 2 for name in ("global/best_mode", "global/entropy"))
     assert result["fed_ensemble"]["best mode"].startswith(f"{100 * best:.2f} ± ")
     assert result["fed_ensemble"]["entropy of the modes"].startswith(f"{entropy:.2f} ± ")
@@ -906,7 +906,7 @@ def test_ensembles_have_columns_of_their_modes(recipe, read, capsys):
 
 
 @pytest.mark.slow
-def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
+def test_a_grid_can_be_that_of_some_algorithms(recipe, read_results, capsys):
     grid = ["--tune", "fedavg:training.lr_personal+training.lr_local=0.01,0.3"]
     grid += [
         "--tune",
@@ -916,7 +916,7 @@ def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
     ]
     words = ["compare", recipe, "--algorithms", "fedavg", "perada_no_kd", "ditto", *grid]
     main([*words, *OUT])
-    tried = [(record["label"], record["point"]) for record in read() if record["stage"] == "tune"]
+    tried = [(record["label"], record["point"]) for record in read_results() if record["stage"] == "tune"]
     both = "training.lr_personal+training.lr_local"
     strength = "federated.algorithm.prox_strength"
     assert tried == [
@@ -927,7 +927,7 @@ def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
     ]
     assert "algorithms differ in their number of settings" in capsys.readouterr().err.lower()
     main([*words, "--tune", "perada:training.lr_local=1,2", *OUT])
-    assert begun(capsys.readouterr().out) == []
+    assert started_runs(capsys.readouterr().out) == []
     with pytest.raises(ValueError, match="'perda', which is not an algorithm"):
         main([*words, "--tune", "perda:training.lr_local=1,2"])
     with pytest.raises(ValueError, match=r"training\.lr_local .*twice"):
@@ -992,19 +992,21 @@ def test_variants_are_rows_of_several_changes_each(recipe, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_variants_are_run_and_shown_by_their_names(recipe, read, capsys):
+def test_variants_are_run_and_shown_by_their_names(recipe, read_results, capsys):
     words = ["compare", recipe, "--algorithms", "fedavg", WEIGHTS, *OUT]
     words += ["--variants", "plain={}", "faster={training: {lr_local: 3.0, lr_personal: 3.0}}"]
     main(words)
     output = capsys.readouterr().out
-    assert begun(output) == ["fedavg, plain, seed 0", "fedavg, faster, seed 0"]
+    assert started_runs(output) == ["fedavg, plain, seed 0", "fedavg, faster, seed 0"]
     table = rows(output)
     assert list(table) == ["before fine-tuning", "fedavg, plain", "fedavg, faster", "full fine-tuning, for comparison"]
-    scores = {r["label"]: r["global/global_test"] for r in read() if r["stage"] == "run"}
-    expected = fitted("--federated.algorithm=FedAvg", "--training.lr_local=3.0", "--training.lr_personal=3.0", WEIGHTS)
+    scores = {r["label"]: r["global/global_test"] for r in read_results() if r["stage"] == "run"}
+    expected = fit_scores(
+        "--federated.algorithm=FedAvg", "--training.lr_local=3.0", "--training.lr_personal=3.0", WEIGHTS
+    )
     assert scores["fedavg, faster"] == expected["global/global_test"] != scores["fedavg, plain"]
     main(words)
-    assert begun(capsys.readouterr().out) == []
+    assert started_runs(capsys.readouterr().out) == []
 
 
 @pytest.mark.every(3)
@@ -1031,11 +1033,11 @@ def test_variants_that_cannot_be_run_are_rejected(recipe, words, message):
 
 
 @pytest.mark.slow
-def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read, capsys):
+def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read_results, capsys):
     """The records of the grid are used again, and say what chose."""
     main(["compare", recipe, "--algorithms", "ditto", *GRID, *OUT])
     names = ["personal/local_test", "global/global_test"]
-    tried = [record for record in read() if record["stage"] == "tune"]
+    tried = [record for record in read_results() if record["stage"] == "tune"]
     words = ["own images", "global model"]
     for values, record in zip(((0.1, 0.9, 0.5), (0.9, 0.1, 0.5)), (0, 1), strict=True):
         rewritten = [without(one) | {names[record]: value} for one, value in zip(tried, values, strict=True)]
@@ -1043,9 +1045,9 @@ def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read, capsys):
         capsys.readouterr()
         main(["compare", recipe, "--algorithms", "ditto", *GRID, "--choose_by", names[record], *OUT])
         output = capsys.readouterr().out
-        assert begun(output) == [f"ditto, seed 0, lr_personal+lr_local={('0.3', '0.01')[record]}"]
+        assert started_runs(output) == [f"ditto, seed 0, lr_personal+lr_local={('0.3', '0.01')[record]}"]
         assert f"in %: {words[record]}, of held-out" in output
-        assert {one.get("chosen_by", [""])[0] for one in read() if one["stage"] == "tune"} == {names[record]}
+        assert {one.get("chosen_by", [""])[0] for one in read_results() if one["stage"] == "tune"} == {names[record]}
 
 
 def test_settings_are_chosen_by_the_prediction_that_clients_make(recipe, monkeypatch):
@@ -1068,8 +1070,8 @@ def test_settings_are_chosen_by_the_prediction_that_clients_make(recipe, monkeyp
 def test_the_table_of_the_grid_names_the_prediction_that_chose():
     of_both = {"both/local_test": 0.5, "both/global_test": 0.3, "chosen_by": ["both/local_test", "both/global_test"]}
     trials = [
-        scored("fedavg", 0, 0.4, stage="tune", point={"a": "1"}, diverged=False),
-        scored("ditto", 0, 0.1, stage="tune", point={"a": "1"}, diverged=False, **of_both),
+        scored_record("fedavg", 0, 0.4, stage="tune", point={"a": "1"}, diverged=False),
+        scored_record("ditto", 0, 0.1, stage="tune", point={"a": "1"}, diverged=False, **of_both),
     ]
     text = grid_table(trials)
     assert "mean of own images and all clients' images, by both models of a client where it has both" in text
@@ -1077,7 +1079,7 @@ def test_the_table_of_the_grid_names_the_prediction_that_chose():
     assert ditto == ["40.00"]  # the mean of 50 and 30
 
 
-def scored(label, seed, value, **more):
+def scored_record(label, seed, value, **more):
     return {
         **dict(stage="run", label=label, recipe="r", seed=seed, point={}, args=[str(value)], variant=[], varied={}),
         **{name: value for name in ("personal/local_test", "personal/global_test", "global/global_test")},
@@ -1090,10 +1092,10 @@ def test_rows_of_other_choices_and_values_are_not_averaged():
     curve = [{"round": 1, "personal/local_test": 0.1}, {"round": 2, "personal/local_test": 0.9}]
     other = [{"round": 1, "personal/local_test": 0.5}, {"round": 2, "personal/local_test": 0.6}]
     records = [
-        scored("ditto", 0, 0.2, variant=["--tune=a=1,2"], history=curve),
-        scored("ditto", 0, 0.4, variant=["--tune=a=1,2", "--choose_by=global/global_test"], history=other),
-        scored("d, batch_size=4", 0, 0.5, variant=["--data.batch_size=4"]),
-        scored("d, batch_size=4", 0, 0.7, variant=["--distillation.batch_size=4"]),
+        scored_record("ditto", 0, 0.2, variant=["--tune=a=1,2"], history=curve),
+        scored_record("ditto", 0, 0.4, variant=["--tune=a=1,2", "--choose_by=global/global_test"], history=other),
+        scored_record("d, batch_size=4", 0, 0.5, variant=["--data.batch_size=4"]),
+        scored_record("d, batch_size=4", 0, 0.7, variant=["--distillation.batch_size=4"]),
     ]
     result = rows(summary(records))
     assert [row["own images"] for row in result.values()] == ["20.00", "40.00", "50.00", "70.00"]
@@ -1104,7 +1106,7 @@ def test_rows_of_other_choices_and_values_are_not_averaged():
 
 
 @pytest.mark.slow
-def test_diagnostics_are_kept_of_every_round(recipe, read, capsys):
+def test_diagnostics_are_kept_of_every_round(recipe, read_results, capsys):
     options = (
         "--evaluation.diagnostics=[ensemble_error]",
         "--trainer.max_epochs=2",
@@ -1112,7 +1114,7 @@ def test_diagnostics_are_kept_of_every_round(recipe, read, capsys):
     )
     main(["compare", recipe, "--algorithms", "fedavg", *options, *OUT])
     lines = capsys.readouterr().out.splitlines()
-    (history,) = [record["history"] for record in read() if record["stage"] == "run"]
+    (history,) = [record["history"] for record in read_results() if record["stage"] == "run"]
     assert [row["round"] for row in history] == [1, 2]
     assert "global/global_test" not in history[0] and "global/global_test" in history[1]
     heading = "| accuracy of the local models' ensemble after round"
@@ -1122,11 +1124,11 @@ def test_diagnostics_are_kept_of_every_round(recipe, read, capsys):
 
 
 @pytest.mark.slow
-def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read, capsys):
+def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read_results, capsys):
     weights = "--vary", "model.pretrained=false,perada:fashion_test_resnet"
     main(["compare", recipe, *weights, "--seeds", "0", "1", *OUT])
     result = rows(capsys.readouterr().out)
-    starts = [record for record in read() if record["stage"] == "start"]
+    starts = [record for record in read_results() if record["stage"] == "start"]
     assert [(start["varied"], start["seed"]) for start in starts] == [
         ({"model.pretrained": value}, seed) for seed in (0, 1) for value in ("false", "perada:fashion_test_resnet")
     ]

@@ -22,7 +22,7 @@ DISTILLING = {"federated": {"clients_per_round": 2}, "distillation": {"steps": 1
 TINY = yaml.safe_dump(recipes.recipe(data={"public_fraction": 0.2}, **DISTILLING))
 
 
-def begun(text):
+def started_lines(text):
     return [line for line in text.splitlines() if line.startswith("---")]
 
 
@@ -158,7 +158,7 @@ def test_each_algorithm_gets_so_many_trials_and_the_file_is_all_that_is_kept(sam
         json.dump(kept, file)
     again = run(8, "--output", "out/part.json")
     failed = sum("failed" in one for one in kept)
-    assert len(begun(again)) == 18 - len(kept) + failed
+    assert len(started_lines(again)) == 18 - len(kept) + failed
     assert timeless(results("part")) == timeless(records)
     # More trials go on where the last ones ended.
     run(9, *OUT)
