@@ -665,11 +665,13 @@ class FederatedDataModule(pl.LightningDataModule):
     def samples_of(self, store: Store) -> Samples:
         """Return a store's samples: on the trainer's accelerator if they are small, and as features if these are used.
 
-        Augmented images have no features, since they change from round to round.
+        Augmented images have no features, since they change from round to round. Nor have those that worker processes
+        read.
         """
         if isinstance(store, MapStore):
-            return store
-        if self.trainer is not None and self.trainer.strategy.root_device.type != "cpu":
+            if self.num_workers or not store.is_repeatable:
+                return store
+        elif self.trainer is not None and self.trainer.strategy.root_device.type != "cpu":
             store.to(self.trainer.strategy.root_device, self.device_cache_mb * BYTES_PER_MB)
         is_augmented = store is self.checked.train and (self.prepare.augments or self.prepare.mixing.mixes)
         is_augmented |= store is self.checked.public and self.prepare.augment_public

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of images: what no trained tensor precedes, found in networks of any kind, and computed once."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import perada
 import perada.models.twins  # registers the twins of timm's layers
 from perada.core.seeding import Streams, generator
 from perada.core.states import expand, get_state, parameter_keys
-from perada.data import FederatedData, FederatedDataModule
+from perada.data import ByDomain, FederatedData, FederatedDataModule, Images
 from perada.data.batches.features import BLOCK, FeatureCache, FeatureStore
 from perada.data.batches.samples import make_store
 from perada.data.batches.transforms import Preparation
@@ -307,6 +309,90 @@ def test_a_store_computes_whole_blocks_once():
     assert cache(other) is other  # does not fit beside the first
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Images of two clients and two classes in files."""
+    root = tmp_path_factory.mktemp("files")
+    for number in range(20):
+        path = root / "ab"[number % 2] / f"class_{number // 2 % 2}" / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(0, 256, (SIDE, SIDE, 3), generator=generator(number, "file"), dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(path)
+    return root
+
+
+class CountedImages(Images):
+    """Images that count how often a file is read, and of which some cannot be read the first time."""
+
+    def __init__(self, root):
+        super().__init__(root, layout="{client}/{class}/*", test_share=0.2, size=SIDE)
+        self.reads = []
+        self.broken = []
+
+    def read(self, path):
+        self.reads.append(path)
+        if path in self.broken:
+            self.broken.remove(path)
+            raise OSError(path)
+        return super().read(path)
+
+
+def store_of_clients(dataset):
+    clients = []
+    for name in "ab":
+        rows = np.flatnonzero(dataset.columns["client"] == name)
+        clients.append(Subset(dataset, rows.tolist()))
+    return make_store(clients)
+
+
+def test_features_of_files_are_computed_once_and_have_the_labels_of_their_images(folder):
+    dataset = CountedImages(str(folder))
+    plain = store_of_clients(dataset)
+    store = FeatureStore(plain, lambda images: images.flatten(1).float(), Preparation().prepare_targets)
+    owners, indices = torch.tensor([1, 0, 1]), torch.tensor([3, 0, 2])
+    expected, expected_labels = plain.take(owners, indices)
+    dataset.reads.clear()
+    for _ in range(2):
+        features, labels = store.take(owners, indices)
+        assert torch.equal(features, expected.flatten(1).float())
+        assert torch.equal(labels, expected_labels)
+    assert sorted(dataset.reads) == sorted(dataset.files)
+
+
+def test_a_file_that_cannot_be_read_is_tried_again_when_its_features_are_needed_next(folder):
+    dataset = CountedImages(str(folder))
+    plain = store_of_clients(dataset)
+    first_of_second_client = int(np.flatnonzero(dataset.columns["client"] == "b")[0])
+    dataset.broken.append(dataset.files[first_of_second_client])
+    store = FeatureStore(plain, lambda images: images.flatten(1).float(), Preparation().prepare_targets)
+    owners, indices = torch.tensor([0, 1]), torch.tensor([0, 0])
+    _, _, errors = store.read(owners, indices)
+    assert list(errors) == [1]
+    features, _, errors = store.read(owners, indices)
+    assert not errors
+    assert torch.equal(features, plain.take(owners, indices)[0].flatten(1).float())
+
+
+def test_only_images_that_are_the_same_whenever_they_are_read_have_features(folder):
+    class Noisy(Images):
+        is_repeatable = False
+
+    options = {"layout": "{client}/{class}/*", "test_share": 0.2, "size": SIDE}
+    partition = ByDomain(column="client")
+
+    def has_features(dataset, **options):
+        data = FederatedDataModule(dataset=dataset, partition=partition, image_size=SIDE, **options)
+        data.setup()
+        data.use_features(lambda images: images.flatten(1), 3 * SIDE**2, (3, SIDE, SIDE))
+        return isinstance(data.samples_of(data.checked.train), FeatureStore)
+
+    assert has_features(Images(str(folder), **options))
+    assert not has_features(Noisy(str(folder), **options))
+    # Worker processes read images, and have no network.
+    assert not has_features(Images(str(folder), **options), num_workers=1)
+    assert not has_features(Images(str(folder), **options), flip=True)
+
+
 def images(n, seed):
     return torch.randint(0, 256, (n, 3, SIDE, SIDE), generator=generator(seed, "i"), dtype=torch.uint8)
 
@@ -336,6 +422,19 @@ def test_a_run_is_the_same_with_features(engine, privacy):
         for key, value in without.state(role, client).items():
             torch.testing.assert_close(with_features.state(role, client)[key], value, rtol=1e-5, atol=1e-6)
     assert with_features.metrics["rounds"][-1].keys() == without.metrics["rounds"][-1].keys()
+
+
+def test_a_run_on_files_is_the_same_with_features_and_has_them(folder, caplog):
+    caplog.set_level("INFO", "pytorch_lightning")
+    runs = []
+    for use in (None, False):
+        dataset = Images(str(folder), layout="{client}/{class}/*", test_share=0.2, size=SIDE)
+        data = FederatedDataModule(dataset=dataset, partition=ByDomain(column="client"), batch_size=4)
+        runs.append(run(data, algorithm="ditto", rounds=2, clients_per_round=None, cache_features=use))
+    assert sum("frozen layers before all trained ones" in record.message for record in caplog.records) == 1
+    with_features, without = runs
+    for key, value in without.state("personal", 1).items():
+        torch.testing.assert_close(with_features.state("personal", 1)[key], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.every(4)

@@ -160,6 +160,14 @@ def tensor_source(dataset: Dataset[Any], labelled: bool, resolve: Resolve = reso
     return None
 
 
+def is_repeatable(dataset: Dataset[Any]) -> bool:
+    """Return whether a dataset promises that each of its images is the same whenever it is read."""
+    # A subclass of Subset may change the items.
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return isinstance(dataset, ImageSet) and dataset.is_repeatable
+
+
 def stored_images(base: Dataset[Any]) -> Tensor | None:
     """Return all images of a TensorDataset or an ImageSet in memory; None for other datasets, also for Subsets."""
     if type(base) is TensorDataset and base.tensors:

@@ -2,13 +2,13 @@
 """Clients' samples as features, which frozen layers compute from the images only once."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from perada.core.states import to_device_async
-from perada.data.batches.samples import Rows, Samples, TensorStore
+from perada.data.batches.samples import MapStore, Rows, Samples, Store
 
 BLOCK = 256
 """Images whose features are computed in one pass. These are always the same ones, since the last bits of a feature may
@@ -42,29 +42,38 @@ class FeatureCache:
         self.supports = supports
         self.stores: dict[int, Samples] = {}
 
-    def __call__(self, store: TensorStore) -> Samples:
+    def __call__(self, store: Store) -> Samples:
         """Return the store's features, or the store itself if they do not fit or its images are not supported."""
         if id(store) not in self.stores:
             needed_bytes = BYTES_PER_FEATURE * self.num_features * sum(store.sizes)
-            if 0 < needed_bytes <= self.available_bytes and self.supports(store.images[:1]):
+            if 0 < needed_bytes <= self.available_bytes and self._supports_store(store):
                 self.available_bytes -= needed_bytes
                 self.stores[id(store)] = FeatureStore(store, self.encode, self.prepare_targets)
             else:
                 self.stores[id(store)] = store
         return self.stores[id(store)]
 
+    def _supports_store(self, store: Store) -> bool:
+        """Return whether the images of a store, by its first one, are supported."""
+        if isinstance(store, MapStore):
+            first_client = next(client for client, size in enumerate(store.sizes) if size)
+            image, _ = store.item(first_client, 0)
+            return self.supports(image.unsqueeze(0))
+        return self.supports(store.images[:1])
+
 
 class FeatureStore(Samples):
     """The samples of a store with features (F,) instead of images, and targets that are scaled with the images.
 
-    Features are computed on the device of the images when they are first read.
+    Features are computed on the device of the images, or of the model if these are read from files, when they are first
+    needed. A store that reads its images one by one must be :attr:`repeatable <.MapStore.is_repeatable>`.
     """
 
     on_device = True
 
     def __init__(
         self,
-        store: TensorStore,
+        store: Store,
         encode: Callable[[Tensor], Tensor],
         prepare_targets: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
@@ -73,37 +82,65 @@ class FeatureStore(Samples):
         self.prepare_targets = prepare_targets
         self.sizes = store.sizes
         self.has_classes = store.has_classes
-        self._is_computed = torch.zeros(math.ceil(len(store.table) / BLOCK), dtype=torch.bool)
+        self._num_samples = sum(store.sizes)
+        self._is_computed = torch.zeros(math.ceil(self._num_samples / BLOCK), dtype=torch.bool)
         self._features: Tensor | None = None
+        self._labels: Tensor | None = None
 
-    def labels_of(self, client: int) -> Tensor:
-        """Return the labels (n, ...) of a client's samples, on the CPU."""
+    def labels_of(self, client: int) -> Tensor | None:
+        """Return the labels (n, ...) of a client's samples, on the CPU; None if not all are known."""
         return self.store.labels_of(client)
 
-    def client_labels(self) -> list[Tensor]:
-        """Return the labels of every client's samples, in order."""
+    def client_labels(self) -> Sequence[Tensor | None]:
+        """Return the labels of every client's samples, in order; None for a client whose labels are not all known."""
         return self.store.client_labels()
 
     def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
         """Gather rows of features, after computing the blocks that are missing."""
         positions = self.starts[owners] + indices
         blocks = torch.unique(positions // BLOCK)
+        error_of_position: dict[int, Exception] = {}
         for block in blocks[~self._is_computed[blocks]].tolist():
-            self._compute_block(block)
+            error_of_position |= self._compute_block(block)
         assert self._features is not None
         device = self._features.device
-        labels = self.store.labels
-        if labels is not None:
-            rows = self.store.table[positions].to(labels.device)
-            labels = self.prepare_targets(to_device_async(labels[rows], device), self.store.images[:1])
-        return self._features[positions.to(device)], labels, {}
+        labels = self._read_labels(positions, device)
+        errors = {}
+        if error_of_position:
+            for row, position in enumerate(positions.tolist()):
+                if position in error_of_position:
+                    errors[row] = error_of_position[position]
+        return self._features[positions.to(device)], labels, errors
 
-    def _compute_block(self, block: int) -> None:
-        """Compute and store the features of a block of samples."""
-        samples = slice(block * BLOCK, (block + 1) * BLOCK)
-        rows = self.store.table[samples].to(self.store.images.device)
-        features = self.encode(self.store.images[rows])
+    def _read_labels(self, positions: Tensor, device: torch.device) -> Tensor | None:
+        """Return the labels (N, ...) at positions (N,), scaled with their images; None without labels."""
+        if isinstance(self.store, MapStore):
+            return None if self._labels is None else self._labels[positions.to(device)]
+        labels = self.store.labels
+        if labels is None:
+            return None
+        rows = self.store.table[positions].to(labels.device)
+        return self.prepare_targets(to_device_async(labels[rows], device), self.store.images[:1])
+
+    def _compute_block(self, block: int) -> dict[int, Exception]:
+        """Compute and store the features of a block of samples.
+
+        Returns:
+            The errors of images that cannot be read, by the position of the sample. Their block is computed again when
+            it is needed next, since a file may be out of reach only for a while.
+        """
+        positions = torch.arange(block * BLOCK, min((block + 1) * BLOCK, self._num_samples))
+        owners = torch.searchsorted(self.starts, positions, right=True) - 1
+        images, labels, errors = self.store.read(owners, positions - self.starts[owners])
+        features = self.encode(images)
         if self._features is None:
-            self._features = features.new_empty(len(self.store.table), features.shape[1])
-        self._features[samples] = features
-        self._is_computed[block] = True
+            self._features = features.new_empty(self._num_samples, features.shape[1])
+        self._features[positions] = features
+        if labels is not None and isinstance(self.store, MapStore):
+            # Reading them again would read the images, too.
+            targets = self.prepare_targets(to_device_async(labels, features.device), images[:1])
+            if self._labels is None:
+                self._labels = targets.new_empty(self._num_samples, *targets.shape[1:])
+            self._labels[positions] = targets
+        self._is_computed[block] = not errors
+        return {int(positions[row]): error for row, error in errors.items()}

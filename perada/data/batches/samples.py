@@ -23,6 +23,7 @@ from perada.data.batches.datasets import (
     as_labels,
     check_same_format,
     image_and_label,
+    is_repeatable,
     isolated_randomness,
     location_of,
     read_item,
@@ -265,6 +266,11 @@ class MapStore(Samples):
         if self.client_names is not None:
             selected.client_names = [self.client_names[client] for client in clients]
         return selected
+
+    @cached_property
+    def is_repeatable(self) -> bool:
+        """Whether each image is the same whenever it is read, as far as its dataset promises that."""
+        return all(is_repeatable(dataset) for dataset in self.datasets)
 
     def describe(self, owner: int, index: int) -> str:
         """Name a sample for a message."""

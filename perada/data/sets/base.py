@@ -51,11 +51,14 @@ class ImageSet(Dataset[Any], ABC):
         task: What is learnt from the labels, as far as it is known without reading them; None if the labels show it.
         movements: Names of the changes of the set's images that move their content, but not their labels.
         resizes_images_only: Whether images are resized when they are read, and labels such as coordinates are not.
+        is_repeatable: Whether an image is the same whenever it is read, so that outputs of frozen layers can be kept. A
+            subclass that changes images at random sets it to False.
     """
 
     task: Task | None = None
     movements: Sequence[str] = ()
     resizes_images_only: bool = False
+    is_repeatable: bool = False
     num_classes: int | None = None
     classes: tuple[str, ...] | None = None
     group_column: str | None = None

@@ -57,6 +57,7 @@ class ImageFiles(ImageSet):
         train: Whether to load the training split or the test split.
     """
 
+    is_repeatable = True
     mode = "RGB"
     """Pillow's mode that images are converted to."""
     full_scale: float | None = None
