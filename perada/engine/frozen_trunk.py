@@ -47,6 +47,26 @@ class RecordedPass:
 
 
 @dataclass(frozen=True)
+class KeptFeatures:
+    """Features that another trunk can use: that of a run with the same network, frozen weights and trained layers.
+
+    Attributes:
+        features: Features (R, F) of images.
+        image_dtype: The dtype of the images.
+        formats: Dtype and memory format of the needed modules' outputs, by path.
+    """
+
+    features: Tensor
+    image_dtype: torch.dtype | None
+    formats: Mapping[str, tuple[torch.dtype, torch.memory_format]]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the features in bytes."""
+        return self.features.nbytes
+
+
+@dataclass(frozen=True)
 class FeaturePass:
     """A pass that takes the outputs of constant modules from features.
 
@@ -172,6 +192,16 @@ class FrozenTrunk:
             self._formats[path] = (output.dtype, _memory_format_of(output))
         flat_outputs = [outputs[path].flatten(1) for path in self.needed]
         return torch.cat(flat_outputs, 1)
+
+    def keep(self, features: Tensor) -> KeptFeatures:
+        """Return features with what another trunk needs to use them."""
+        return KeptFeatures(features, self._image_dtype, dict(self._formats))
+
+    def take(self, kept: KeptFeatures) -> Tensor:
+        """Return the features (R, F) that another trunk computed, as if this one had."""
+        self._image_dtype = kept.image_dtype
+        self._formats.update(kept.formats)
+        return kept.features
 
     def run(self, model: nn.Module, x_R: Tensor) -> RecordedPass:
         """Run a pass on images, and keep what other models with the same frozen layers can take from it.

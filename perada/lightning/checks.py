@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks at set-up that model, data and algorithm are compatible, most of them on the run's first images."""
 
+import hashlib
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -16,8 +17,9 @@ from perada.core.checks import OptionError
 from perada.core.seeding import generator
 from perada.core.text import abbreviated, dtype_name
 from perada.data import FederatedDataModule
+from perada.data.batches.features import current_shared_features
 from perada.engine.fold_check import check_fold
-from perada.engine.frozen_trunk import FrozenTrunk
+from perada.engine.frozen_trunk import FrozenTrunk, KeptFeatures
 from perada.engine.recomputation_check import check_recomputation
 from perada.federation.diagnostics import Diagnostic, choose_diagnostics, obstacles
 from perada.federation.settings import Settings, without_factors
@@ -360,9 +362,45 @@ def set_up_feature_cache(context: RunContext, image: Tensor) -> FrozenTrunk | No
             )
         return None
 
+    shared = current_shared_features()
+
     def encode(images: Tensor) -> Tensor:
-        with context.precision():
-            return module.engine.features(data.prepare(images.to(module.device)))
+        prepared = data.prepare(images.to(module.device))
+        if shared is None:
+            with context.precision():
+                return module.engine.features(prepared)
+
+        def compute() -> KeptFeatures:
+            with context.precision():
+                return trunk.keep(module.engine.features(prepared))
+
+        key = _key_of_features(context, trunk, prepared)
+        return trunk.take(shared.get_or_compute(key, compute))
 
     data.use_features(encode, trunk.size, tuple(trunk.image))
     return trunk
+
+
+def _key_of_features(context: RunContext, trunk: FrozenTrunk, images: Tensor) -> str:
+    """Return a digest of everything on which the features of images depend, to the last bit.
+
+    Args:
+        context: The run.
+        trunk: Its frozen layers.
+        images: Prepared images (B, ...).
+    """
+    module = context.module
+    facts = (
+        module.backbone,
+        module.frozen_digest,
+        trunk.needed,
+        images.dtype,
+        tuple(images.shape),
+        images.device,
+        context.trainer.precision,
+        module.training_options.channels_last,
+        torch.get_num_threads(),
+    )
+    digest = hashlib.sha256(repr(facts).encode())
+    digest.update(images.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

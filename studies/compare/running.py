@@ -21,6 +21,7 @@ import pytorch_lightning as pl
 import torch
 from tqdm import tqdm
 
+from perada.data.batches.features import SharedFeatures, sharing_features
 from perada.federation.participation import STALE
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.round_warnings import NothingLearnedError
@@ -35,6 +36,8 @@ from perada.system.quiet import info_messages_disabled
 
 SCORE_PREFIXES = (*SCORE_GROUPS, TYPICAL_SHARES, *DIAGNOSTIC_PREFIXES)
 """Beginnings of the names of scores."""
+SHARED_FEATURES_BYTES = 500 * 2**20
+"""Memory limit in each process for the outputs of frozen layers that its runs share."""
 NO_PROGRESS_BAR = "--trainer.enable_progress_bar=false"
 CLIENT_SCORES = ("personal/local_test", "personal/global_test", *SCORES_OF_BOTH)
 """Scores that are written for each client."""
@@ -390,7 +393,8 @@ def task_runner(make_cli: MakeCLI, threads: int, jobs: int, anonymous: bool = Fa
     """
     attempt_task = partial(attempt, make_cli, threads=threads, anonymous=anonymous)
     if jobs == 1:
-        yield partial(_run_in_process, attempt_task)
+        with sharing_features(SharedFeatures(SHARED_FEATURES_BYTES)):
+            yield partial(_run_in_process, attempt_task)
         return
     # Processes of others, such as those that read images for a run of the caller, are left alone.
     other_children = active_children()
@@ -453,6 +457,10 @@ def _run_in_pools(
             yield Event(ended.number, result)
 
 
+_of_process = ExitStack()
+"""What a process of a pool has entered until it ends."""
+
+
 def _new_pool() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, get_context("spawn"), initializer=_prepare_process)
 
@@ -463,6 +471,7 @@ def _prepare_process() -> None:
     os.dup2(2, 1)
     tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore, which a killed process leaves behind
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _of_process.enter_context(sharing_features(SharedFeatures(SHARED_FEATURES_BYTES)))
 
 
 def _exit_with_parent() -> None:

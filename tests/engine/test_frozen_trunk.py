@@ -14,12 +14,12 @@ import perada.models.twins  # registers the twins of timm's layers
 from perada.core.seeding import Streams, generator
 from perada.core.states import expand, get_state, parameter_keys
 from perada.data import ByDomain, FederatedData, FederatedDataModule, Images
-from perada.data.batches.features import BLOCK, FeatureCache, FeatureStore
+from perada.data.batches.features import BLOCK, FeatureCache, FeatureStore, SharedFeatures, sharing_features
 from perada.data.batches.samples import make_store
 from perada.data.batches.transforms import Preparation
 from perada.engine import Engine
 from perada.engine.fold import fold
-from perada.engine.frozen_trunk import find_trunk
+from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
 from perada.engine.without_numbers import share_before_trained
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
@@ -435,6 +435,40 @@ def test_a_run_on_files_is_the_same_with_features_and_has_them(folder, caplog):
     with_features, without = runs
     for key, value in without.state("personal", 1).items():
         torch.testing.assert_close(with_features.state("personal", 1)[key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_runs_that_share_features_are_those_that_compute_their_own(folder, monkeypatch):
+    computed = []
+    original = FrozenTrunk.features
+
+    def counted(trunk, model, x):
+        computed.append(len(x))
+        return original(trunk, model, x)
+
+    def train(algorithm, **options):
+        dataset = Images(str(folder), layout="{client}/{class}/*", test_share=0.2, size=SIDE)
+        data = FederatedDataModule(dataset=dataset, partition=ByDomain(column="client"), batch_size=4)
+        return run(data, algorithm=algorithm, rounds=1, clients_per_round=None, **options)
+
+    alone = [train("ditto"), train("fedavg")]
+    monkeypatch.setattr(FrozenTrunk, "features", counted)
+    with sharing_features(SharedFeatures(limit_bytes=2**20)):
+        together = [train("ditto"), train("fedavg")]
+        num_of_two = sum(count > 3 for count in computed)
+        train("fedavg", adapter="residual", adapter_options={"last_blocks": 1})
+    # Training and test images; the search for the trunk has three images.
+    assert num_of_two == 2
+    assert sum(count > 3 for count in computed) == 4
+    for first, second in zip(alone, together, strict=True):
+        for key, value in first.state("global").items():
+            assert torch.equal(second.state("global")[key], value)
+
+
+def test_shared_features_keep_to_their_limit():
+    shared = SharedFeatures(limit_bytes=2 * 4 * 10)
+    made = [shared.get_or_compute(key, lambda: torch.ones(10)) for key in ("a", "b", "c", "a", "c")]
+    assert made[3] is made[0]
+    assert made[4] is not made[2]
 
 
 @pytest.mark.every(4)

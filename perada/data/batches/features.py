@@ -2,7 +2,10 @@
 """Clients' samples as features, which frozen layers compute from the images only once."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +17,64 @@ BLOCK = 256
 """Images whose features are computed in one pass. These are always the same ones, since the last bits of a feature may
 depend on the other images of the pass, and must not depend on which clients are drawn."""
 BYTES_PER_FEATURE = 4  # float32
+
+
+class Sized(Protocol):
+    """Something of which the size in memory is known."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+
+KeptT = TypeVar("KeptT", bound=Sized)
+
+
+@dataclass
+class SharedFeatures:
+    """Features that several runs of one process share, from the first run that computes them.
+
+    Attributes:
+        limit_bytes: Memory limit for all of them together.
+    """
+
+    limit_bytes: int
+    _blocks: dict[str, Any] = field(default_factory=dict)
+    _num_bytes: int = 0
+
+    def get_or_compute(self, key: str, compute: Callable[[], KeptT]) -> KeptT:
+        """Return what is kept under a key, or compute it, and keep it if it fits.
+
+        Args:
+            key: Digest of everything that the features depend on.
+            compute: Computes the features, an object with their size as ``nbytes``.
+        """
+        if key in self._blocks:
+            kept: KeptT = self._blocks[key]
+            return kept
+        computed = compute()
+        if self._num_bytes + computed.nbytes <= self.limit_bytes:
+            self._num_bytes += computed.nbytes
+            self._blocks[key] = computed
+        return computed
+
+
+_shared: list[SharedFeatures] = []
+
+
+@contextmanager
+def sharing_features(shared: SharedFeatures) -> Iterator[None]:
+    """Let runs that are set up in the ``with`` block take features from other runs, and keep theirs for others."""
+    _shared.append(shared)
+    try:
+        yield
+    finally:
+        _shared.pop()
+
+
+def current_shared_features() -> SharedFeatures | None:
+    """Return the features that runs share; None outside :func:`sharing_features`."""
+    return _shared[-1] if _shared else None
 
 
 class FeatureCache:
