@@ -20,6 +20,8 @@ from perada.core.checks import check_choice
 from perada.core.text import abbreviated, printable, printable_json
 from perada.data import IID, ByDomain, FederatedDataModule, HuggingFace, ImageMasks, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
+from perada.data.medical.facts import differences
+from perada.data.medical.reading import kind_of
 from perada.data.partitions.division import Division
 from perada.data.partitions.shares import Array
 from perada.data.sets.folders import have_masks
@@ -88,6 +90,9 @@ def infer_mask_values(files: Sequence[str]) -> dict[str, list[int]]:
         files_of_folder.setdefault(str(Path(file).parent), []).append(file)
     sampled = [file for folder_files in files_of_folder.values() for file in folder_files[:MASKS_READ]]
     for file in sampled:
+        if kind_of(file) is not None:
+            # Volumes of labels hold the numbers of classes.
+            return {}
         with Image.open(file) as mask:
             mask_values |= {*np.unique(np.array(mask)).tolist()}
     return {"mask_values": [0, FOREGROUND]} if mask_values == {0, FOREGROUND} else {}
@@ -198,6 +203,10 @@ def format_inspection(inspection: Inspection) -> str:
     lists = {
         "Rejected by training": inspection.rejections,
         "Cannot be read": inspection.broken,
+        "Headers of DICOM and NIfTI files": _header_lines(inspection),
+        "What differs between clients": differences(inspection.clients, inspection.headers)
+        if inspection.headers
+        else [],
         "Values in the masks, in % of the pixels": _mask_value_lines(inspection),
         "In the test split and in training": [" is ".join(pair) for pair in inspection.leaks],
         "Several clients have it": [" is ".join(pair) for pair in inspection.shared],
@@ -227,6 +236,8 @@ def inspection_record(inspection: Inspection) -> dict[str, Any]:
         value = getattr(inspection, field.name)
         if isinstance(value, np.ndarray):
             value = value.tolist()
+        if field.name == "headers":
+            value = [headers.record() for headers in inspection.headers]
         record[field.name] = value
     return record
 
@@ -268,6 +279,15 @@ def _mask_value_lines(inspection: Inspection) -> list[str]:
     for client, shares in zip(inspection.clients, inspection.mask_values, strict=False):
         values = [f"{value} ({100 * share:.3g} %)" for value, share in shares.items()]
         lines.append(f"{client}: {abbreviated(values, MAX_COLUMNS)}")
+    return lines
+
+
+def _header_lines(inspection: Inspection) -> list[str]:
+    """Return the headers of each client's medical images."""
+    lines = []
+    for client, headers in zip(inspection.clients, inspection.headers, strict=False):
+        if headers.counts:
+            lines.append(f"{client}: {headers.describe()}")
     return lines
 
 

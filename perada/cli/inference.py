@@ -103,7 +103,7 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     with collection_paused():
         import torch
 
-        from perada.results.inference import find_images
+        from perada.results.inference import each_frame, find_images
 
     names, paths = find_images(options.images, options.path, options.encoding)
     device = options.device
@@ -112,6 +112,7 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     run = open_run(options.run, trust=options.trust)
     if run.info["task"]["per_pixel"]:
         check_output_folder("--output", output.with_suffix(""))
+    names, paths = each_frame(names, paths, run.preprocessing.medical)
     # Run.predict adds the files that cannot be read.
     error_of_file: dict[Path, str] = {}
     predictions = run.predict(
@@ -442,6 +443,7 @@ def _find_source(words: list[str]) -> tuple[list[str], str]:
 def _read_like_run(run: "Run", images_class: "type[Source]", source: str, options: dict[str, Any]) -> "FederatedData":
     """Return the images of a source, read and labelled like the run's."""
     from perada.cli.data import make_division
+    from perada.data.medical.reading import DEFAULT_READING
 
     preprocessing = run.preprocessing
     size = preprocessing.shape[-1]
@@ -452,6 +454,10 @@ def _read_like_run(run: "Run", images_class: "type[Source]", source: str, option
         full_scale = preprocessing.full_scale
     gray = options["gray"] or preprocessing.channels == 1
     options = options | {"size": size, "gray": gray, "full_scale": full_scale}
+    for name, value in preprocessing.medical.record().items():
+        # Options of the command line come first.
+        if options[name] == DEFAULT_READING.record()[name]:
+            options[name] = value
     task = run.info["task"]
     if task["per_pixel"]:
         options = _with_masks(run, images_class, source, options)

@@ -15,7 +15,6 @@ from typing import Any, cast, get_args
 import numpy as np
 import yaml
 from jsonargparse import ArgumentParser, Namespace
-from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.cli.answers import TaskName, check_answer
@@ -25,6 +24,7 @@ from perada.cli.sources import TABLES
 from perada.core.checks import check_choice
 from perada.core.text import abbreviated, printable
 from perada.data import FederatedDataModule, ImageMasks, Images, ImageTable
+from perada.data.batches.transforms import size_of_file
 from perada.data.partitions.division import Division
 from perada.data.sets.base import Manifest
 from perada.data.sets.folders import have_masks, reject_masks_in_image_folders
@@ -411,8 +411,7 @@ def _open_files(manifest: Manifest) -> OpenedFiles:
     longer_sides = []
     for path in manifest.paths:
         try:
-            with Image.open(path) as image:
-                longer_sides.append(max(image.size))
+            longer_sides.append(max(size_of_file(path)))
         except (OSError, SyntaxError, ValueError):
             broken.append(path)
     return OpenedFiles(broken, round(median(longer_sides)) if longer_sides else 0)

@@ -37,6 +37,7 @@ from perada.data.batches.datasets import (
 from perada.data.batches.transforms import MissingImageError, UnreachableImageError, UnreadableImageError, to_image
 from perada.data.batches.workers import WorkerProgress, explain_worker_deaths, worker_loader
 from perada.data.federated import FederatedData
+from perada.data.medical.reading import split_number
 from perada.data.sets.manifest import ImageFiles
 from perada.system.files import write_atomic
 
@@ -331,10 +332,11 @@ def _find_broken_files(image_set: ImageFiles, row_indices: list[int]) -> dict[in
 
 def _cache_file(image_set: ImageFiles, paths: Iterable[str]) -> Path | None:
     """Return the cache file for these files in their present state; None if one of them has no state."""
-    digest = hashlib.sha256(repr((type(image_set).__name__, image_set.mode, image_set.full_scale)).encode())
+    reading = (type(image_set).__name__, image_set.mode, image_set.full_scale, image_set.medical)
+    digest = hashlib.sha256(repr(reading).encode())
     try:
         for path in paths:
-            state = os.stat(path)
+            state = os.stat(split_number(path).file)
             # The time of the last status change reveals a file that was replaced with its former modification time.
             times = f"{state.st_mtime_ns}\0{state.st_ctime_ns}"
             digest.update(f"\0{path}\0{state.st_size}\0{times}".encode(errors="surrogateescape"))

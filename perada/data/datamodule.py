@@ -39,6 +39,7 @@ from perada.data.checked import CheckedData, check, first_image_format
 from perada.data.federated import FederatedData
 from perada.data.final_size import read_at_size, read_clients_at_size, read_shifts_at_size
 from perada.data.fingerprints import Fingerprint, fingerprint_of
+from perada.data.medical.reading import DEFAULT_READING
 from perada.data.partitions import Partition
 from perada.data.partitions.division import Division, hold_out
 from perada.data.preprocessing import Preprocessing, preprocessing_of
@@ -603,7 +604,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def preprocessing(self) -> Preprocessing:
         """Preprocessing of the images before the model sees them, without augmentation."""
         source = None if self.division is None else self.division.dataset
-        return preprocessing_of(self.checked, self.prepare, getattr(source, "full_scale", None))
+        full_scale = getattr(source, "full_scale", None)
+        return preprocessing_of(self.checked, self.prepare, full_scale, getattr(source, "medical", DEFAULT_READING))
 
     def partition_dict(self) -> dict[str, Any]:
         """Return the content of ``partition.json``."""

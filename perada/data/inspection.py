@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ from tqdm import tqdm
 
 from perada.core.text import abbreviated
 from perada.data.batches.datasets import declared_labels, length, resolve_subset
-from perada.data.batches.transforms import WHOLE_SCALE, decode, to_image
+from perada.data.batches.transforms import WHOLE_SCALE, decode, read_image, to_image
+from perada.data.medical.facts import ClientHeaders, HeaderFacts, header_facts
+from perada.data.medical.reading import Kind, kind_of, split_number
 from perada.data.partitions.division import Division, positions
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import ImageSet, split_of
@@ -59,6 +61,7 @@ class Inspection:
         rejections: Errors with which training would begin.
         mask_values: Share of the pixels of each client's masks that have each value; empty without masks.
         several_labels: Whether an image may have several labels, or a mask of several classes.
+        headers: Headers of each client's medical images; empty if there are none.
     """
 
     clients: list[str]
@@ -79,6 +82,7 @@ class Inspection:
     rejections: list[str] = field(default_factory=list)
     mask_values: list[dict[int, float]] = field(default_factory=list)
     several_labels: bool = False
+    headers: list[ClientHeaders] = field(default_factory=list)
 
     @property
     def usable(self) -> bool:
@@ -109,6 +113,7 @@ class _ImageFacts(NamedTuple):
         error: Why the image cannot be read; empty if it can.
         num_frames: Number of pictures in the file.
         brightest: Largest value of a grey image with integers of more than 8 bits, else 0.
+        header: Facts in the header of a medical image; None for others.
     """
 
     name: str
@@ -118,6 +123,7 @@ class _ImageFacts(NamedTuple):
     error: str = ""
     num_frames: int = 1
     brightest: int = 0
+    header: HeaderFacts | None = None
 
 
 def inspect_division(division: Division, run_options: RunOptions | None = None) -> Inspection:
@@ -180,6 +186,12 @@ def inspect_division(division: Division, run_options: RunOptions | None = None) 
     for client, dataset in enumerate(data.train):
         owners.update(dict.fromkeys(positions(dataset), client))
     _find_duplicates(inspection, train_facts, test_facts, owners)
+    if any(facts.header is not None for facts in train_facts + test_facts):
+        for train_part, test_part in zip(data.train, test, strict=True):
+            facts_of_client = [train_facts[row] for row in positions(train_part)]
+            facts_of_client += [test_facts[row] for row in positions(test_part)]
+            headers = [facts.header for facts in facts_of_client if facts.header is not None]
+            inspection.headers.append(ClientHeaders.of_images(headers))
     labelled_images: list[_LabelledImage] = []
     for images, facts in ((train_set, train_facts), (test_set, test_facts)):
         if images.labels is not None:
@@ -318,6 +330,11 @@ def _read_facts(image_set: ImageSet, row: int) -> _ImageFacts:
         content = image_set.content(path)
     except (OSError, ValueError) as error:
         return _ImageFacts(path, error=str(error))
+    # A path names the frame; sets without files have the content only.
+    source = path if os.path.exists(split_number(path).file) else io.BytesIO(content)
+    kind = kind_of(source)
+    if kind is not None:
+        return _read_medical_facts(image_set, path, source, kind)
     with Image.open(io.BytesIO(content)) as picture:
         decoded = decode(picture, image_set.mode, image_set.full_scale).contiguous()
         shape = tuple(decoded.shape)
@@ -332,6 +349,19 @@ def _read_facts(image_set: ImageSet, row: int) -> _ImageFacts:
             num_frames=_count_frames(picture),
             brightest=brightest,
         )
+
+
+def _read_medical_facts(image_set: ImageFiles, path: str, source: str | IO[bytes], kind: Kind) -> _ImageFacts:
+    """Read a medical image of a set, which can be read."""
+    decoded = read_image(source, "", image_set.mode, medical=image_set.medical).contiguous()
+    shape = tuple(decoded.shape)
+    return _ImageFacts(
+        name=path,
+        digest=hashlib.sha256(f"{shape} ".encode() + decoded.numpy().tobytes()).digest(),
+        image_size=(shape[2], shape[1]),
+        mode=kind,
+        header=header_facts(source, kind),
+    )
 
 
 def _count_frames(picture: Image.Image) -> int:

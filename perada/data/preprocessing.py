@@ -28,10 +28,12 @@ from perada.data.batches.transforms import (
     prepare_images,
     read_image,
     resize_uint8,
+    size_of_file,
     to_image,
     upright_size,
 )
 from perada.data.checked import CheckedData
+from perada.data.medical.reading import DEFAULT_READING, MedicalReading
 from perada.data.sets.base import ImageSet
 from perada.data.sets.manifest import ImageFiles
 from perada.tasks.geometry import Size
@@ -64,6 +66,7 @@ class Preprocessing:
         mean: Mean of each of the model's channels, for values in [0, 1].
         std: Standard deviation of each of the model's channels.
         full_scale: The value of white in grey images of more than 8 bits; None for the default of :func:`.decode`.
+        medical: How DICOM files and NIfTI volumes are decoded.
     """
 
     kind: SampleKind
@@ -73,6 +76,7 @@ class Preprocessing:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     full_scale: float | None = None
+    medical: MedicalReading = DEFAULT_READING
 
     def record(self) -> dict[str, Any]:
         """Return the preprocessing as a dictionary of plain types, for a JSON file."""
@@ -87,6 +91,7 @@ class Preprocessing:
             "mean": list(self.mean),
             "std": list(self.std),
             "full_scale": self.full_scale,
+            "medical": self.medical.record(),
         }
 
     @classmethod
@@ -129,7 +134,9 @@ class Preprocessing:
             raise ValueError(
                 f"preprocessing: mean={record['mean']} or resize={record['resize']} does not fit the shape {shape}"
             )
-        return cls(kind, shape, record["channels"], tuple(steps), mean, std, record.get("full_scale"))
+        # Runs of earlier versions have no such record.
+        medical = MedicalReading.checked(**record.get("medical", {}))
+        return cls(kind, shape, record["channels"], tuple(steps), mean, std, record.get("full_scale"), medical)
 
     def batch(self, images: Sequence[Any]) -> Tensor:
         """Prepare a batch of images.
@@ -198,8 +205,7 @@ class Preprocessing:
     def own_size(self, image: Any) -> Size:  # noqa: ANN401  # see batch()
         """Return height and width of an image as it is passed, after the rotation in its metadata."""
         if isinstance(image, str | Path):
-            with Image.open(image) as opened:
-                width, height = upright_size(opened)
+            width, height = size_of_file(image, self.medical)
         elif isinstance(image, Image.Image):
             width, height = upright_size(image)
         else:
@@ -247,7 +253,7 @@ class Preprocessing:
         mode = "L" if self.channels == 1 else "RGB"
         if isinstance(image_or_path, Image.Image):
             return decode_opened(image_or_path, mode, self.full_scale)
-        return read_image(image_or_path, "fix it, or leave it out", mode, self.full_scale)
+        return read_image(image_or_path, "fix it, or leave it out", mode, self.full_scale, medical=self.medical)
 
     def _check_prepared(self, x: Tensor) -> Tensor:
         """Check that a sample is prepared for the model, and return it.
@@ -270,13 +276,19 @@ class Preprocessing:
         return x
 
 
-def preprocessing_of(checked: CheckedData, preparation: Preparation, full_scale: float | None = None) -> Preprocessing:
+def preprocessing_of(
+    checked: CheckedData,
+    preparation: Preparation,
+    full_scale: float | None = None,
+    medical: MedicalReading = DEFAULT_READING,
+) -> Preprocessing:
     """Return the preprocessing of the clients' images, without augmentation.
 
     Args:
         checked: The clients' images.
         preparation: The data module's preparation of batches.
         full_scale: The value of white in grey images of more than 8 bits, if files are read.
+        medical: How DICOM files and NIfTI volumes are decoded.
     """
     shape, dtype = checked.image_format
     return _make_preprocessing(
@@ -286,6 +298,7 @@ def preprocessing_of(checked: CheckedData, preparation: Preparation, full_scale:
         stored_size=_stored_size(checked, preparation.image_size),
         preparation=preparation,
         full_scale=full_scale,
+        medical=medical,
     )
 
 
@@ -320,6 +333,7 @@ def preprocessing_of_set(image_set: ImageSet, preparation: Preparation) -> Prepr
         stored_size=stored_size,
         preparation=preparation,
         full_scale=getattr(image_set, "full_scale", None),
+        medical=getattr(image_set, "medical", DEFAULT_READING),
     )
 
 
@@ -331,6 +345,7 @@ def _make_preprocessing(
     stored_size: tuple[int, int] | None,
     preparation: Preparation,
     full_scale: float | None,
+    medical: MedicalReading,
 ) -> Preprocessing:
     """Make a preprocessing.
 
@@ -341,6 +356,7 @@ def _make_preprocessing(
         stored_size: Height and width before the data module resizes images; None if they may differ.
         preparation: The data module's preparation of batches.
         full_scale: The value of white in grey images of more than 8 bits, if files are read.
+        medical: How DICOM files and NIfTI volumes are decoded.
     """
     if dtype != torch.uint8:
         holds_tokens = is_tokens(torch.empty(0, dtype=dtype))
@@ -360,7 +376,7 @@ def _make_preprocessing(
         std = preparation.image_config.std
     last_step = steps[-1]
     model_shape = (len(mean), last_step.height, last_step.width)
-    return Preprocessing("uint8", model_shape, channels, tuple(steps), mean, std, full_scale)
+    return Preprocessing("uint8", model_shape, channels, tuple(steps), mean, std, full_scale, medical)
 
 
 def _stored_size(checked: CheckedData, size: int | None) -> tuple[int, int] | None:

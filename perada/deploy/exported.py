@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from perada.core.states import State, to_device, unstack
+from perada.data.medical.reading import DEFAULT_READING
 from perada.data.preprocessing import Preprocessing, preprocessing_of, preprocessing_of_set
 from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.server.progress import RunProgress
@@ -44,12 +45,18 @@ def export_site_run(client: Client, run_state: RunState, name: str) -> Run:
         privacy["sample"] = account.record()
     if recipe.loop.client_privacy is not None:
         privacy["client"] = _client_level_of_site(client, training.num_rounds)
+    image_set = _image_set(client)
     facts = RunFacts(
         rounds=training.num_rounds,
         num_clients=1,
         clients_per_round=None,
         num_images=[client.size],
-        preprocessing=preprocessing_of(data.checked, data.prepare, _full_scale(client)),
+        preprocessing=preprocessing_of(
+            data.checked,
+            data.prepare,
+            getattr(image_set, "full_scale", None),
+            getattr(image_set, "medical", DEFAULT_READING),
+        ),
         classes=data.classes,
         client_names=[name],
         privacy=privacy or None,
@@ -117,14 +124,13 @@ def _global_models(recipe: Recipe, shared: State, server_states: Mapping[str, St
     return unstack(recipe.loop.algorithm.members(shared, states))
 
 
-def _full_scale(client: Client) -> float | None:
-    """Return the value of white in the site's files."""
+def _image_set(client: Client) -> Any:  # noqa: ANN401  # any dataset
+    """Return the site's dataset, of which it may have a part; None if its images are in memory."""
     store: Any = client.data.checked.train
     dataset: Any = store.datasets[0] if hasattr(store, "datasets") else None
     while hasattr(dataset, "dataset"):  # a Subset
         dataset = dataset.dataset
-    full_scale: float | None = getattr(dataset, "full_scale", None)
-    return full_scale
+    return dataset
 
 
 def _preprocessing_of_server(recipe: ServerRecipe) -> Preprocessing:

@@ -16,9 +16,12 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.checks import checked_path
 from perada.core.text import FORMULA, abbreviated, cell_text, number_cells, quoted
-from perada.data.batches.transforms import read_image
+from perada.data.batches.transforms import size_of_file
+from perada.data.medical.reading import MedicalReading, split_number, with_number
 from perada.data.preprocessing import Preprocessing
+from perada.data.sets.base import Manifest
 from perada.data.sets.image_paths import list_images
+from perada.data.sets.medical_rows import add_frames
 from perada.data.sets.table_files import check_encoding, existing_spelling, read_table
 from perada.results.overwriting import foreign_file
 from perada.scores.accumulation import finite_outputs
@@ -217,8 +220,8 @@ def _name_of_mask(paths: Sequence[str], row: int) -> str:
 
 def _size_of_image(path: str) -> tuple[int, int]:
     """Return height and width of an image file, after the rotation in its metadata."""
-    pixels = read_image(path, "fix it, or leave it out")
-    return pixels.shape[-2], pixels.shape[-1]
+    width, height = size_of_file(path)
+    return height, width
 
 
 @dataclass(frozen=True)
@@ -329,6 +332,19 @@ def as_list(value: object) -> list[Any]:
     if isinstance(value, str | Path | Image.Image | Mapping) or not isinstance(value, Iterable):
         return [value]
     return list(value)
+
+
+def each_frame(names: list[str], paths: list[Path], reading: MedicalReading) -> tuple[list[str], list[Path]]:
+    """Return the names and paths of the frames of medical images that the run was trained on, and of other images."""
+    frames = add_frames(Manifest([str(path) for path in paths]), reading, foreground_only=False).paths
+    files = [str(path) for path in paths]
+    name_of_file = dict(zip(files, names, strict=True))
+    names_of_frames = []
+    for frame in frames:
+        numbered = split_number(frame)
+        name = name_of_file[numbered.file]
+        names_of_frames.append(name if numbered.number is None else with_number(name, numbered.number))
+    return names_of_frames, [Path(frame) for frame in frames]
 
 
 def find_images(source: Path, column: str = "path", encoding: str | None = None) -> tuple[list[str], list[Path]]:

@@ -325,9 +325,9 @@ def test_other_rejections(tmp_path):
 
 def test_images_of_kinds_that_are_not_read_are_counted(tmp_path):
     root = write(
-        tmp_path, "north/a/1.jpg", "north/b/2.jpg", "north/a/3.gif", "north/b/4.DCM", "north/b/5.dcm", "north/Thumbs.db"
+        tmp_path, "north/a/1.jpg", "north/b/2.jpg", "north/a/3.gif", "north/b/4.TGA", "north/b/5.tga", "north/Thumbs.db"
     )
-    left = r"files in .* are skipped \(2 \.dcm, 1 \.gif\): convert them to PNG or TIFF to use them"
+    left = r"files in .* are skipped \(1 \.gif, 2 \.tga\): convert them to PNG or TIFF to use them"
     with pytest.warns(UserWarning, match=left):
         assert len(Images(root, layout="{client}/{class}/*", test_share=0.5).read_manifest().paths) == 2
     with pytest.warns(UserWarning, match=left):

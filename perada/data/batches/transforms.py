@@ -23,6 +23,14 @@ from perada.core.seeding import generator
 from perada.core.states import to_device_async
 from perada.core.text import dtype_name, value_text
 from perada.data.batches.mixing import Mixing
+from perada.data.medical.errors import MedicalImageError
+from perada.data.medical.reading import (
+    DEFAULT_READING,
+    MedicalReading,
+    decode_medical,
+    kind_of,
+    size_of_medical,
+)
 from perada.engine.engine import real_rows
 from perada.tasks import Classification, Task
 from perada.tasks.geometry import ImageMoves, Size
@@ -133,6 +141,15 @@ def upright_size(pil_image: Image.Image) -> tuple[int, int]:
     return (height, width) if is_turned_by_90_degrees else (width, height)
 
 
+def size_of_file(file: str | Path | IO[bytes], medical: MedicalReading = DEFAULT_READING) -> tuple[int, int]:
+    """Return width and height of an image file after the rotation in its metadata."""
+    kind = kind_of(file)
+    if kind is not None:
+        return size_of_medical(file, kind, medical)
+    with Image.open(file) as image:
+        return upright_size(image)
+
+
 def _read_orientation(pil_image: Image.Image) -> int | None:
     """Return the orientation in the EXIF or XMP metadata; None if there is none or it is no integer."""
     # A damaged field makes the first call fail with one of many errors. The second returns the fields before it.
@@ -211,6 +228,7 @@ def read_image(
     mode: str | None = None,
     full_scale: float | None = None,
     name: str | None = None,
+    medical: MedicalReading = DEFAULT_READING,
 ) -> Tensor:
     """Read and decode an image file.
 
@@ -220,29 +238,40 @@ def read_image(
         mode: See :func:`decode`.
         full_scale: See :func:`decode`.
         name: Name of the file in messages; its path by default.
+        medical: How a DICOM file or a NIfTI volume is decoded.
 
     Raises:
+        ModuleNotFoundError: If the file needs an extra that is not installed.
         MissingImageError: If the file does not exist.
         UnreachableImageError: If the disk or the memory fails, so that the file itself may be intact.
         UnreadableImageError: If the file is not an image, is truncated, or has values that cannot be scaled.
     """
     name = name or str(path)
     try:
-        return _decode_file(path, mode, full_scale)
+        return _decode_file(path, mode, full_scale, medical)
     except FileNotFoundError:
         raise MissingImageError(f"{name} does not exist", remedy) from None
+    except ModuleNotFoundError:
+        raise
+    except MedicalImageError as error:
+        raise _make_unreadable_error(error, name, error.remedy or remedy) from None
     except Exception as error:  # Pillow's decoders raise many types
         problem = error
     if isinstance(path, str | Path):
         # Some decoders report a disk error as a damaged file. Reading the bytes first distinguishes the two.
         try:
-            return _decode_file(io.BytesIO(Path(path).read_bytes()), mode, full_scale)
+            return _decode_file(io.BytesIO(Path(path).read_bytes()), mode, full_scale, medical)
         except Exception as error:
             problem = error
     raise _make_unreadable_error(problem, name, remedy) from None
 
 
-def _decode_file(file: str | Path | IO[bytes], mode: str | None, full_scale: float | None) -> Tensor:
+def _decode_file(
+    file: str | Path | IO[bytes], mode: str | None, full_scale: float | None, medical: MedicalReading
+) -> Tensor:
+    kind = kind_of(file)
+    if kind is not None:
+        return decode(Image.fromarray(decode_medical(file, kind, medical)), mode)
     with Image.open(file) as image:
         return decode(image, mode, full_scale)
 

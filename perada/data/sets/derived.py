@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from perada.core.text import value_text
+from perada.data.medical.reading import DEFAULT_READING, MedicalReading
 from perada.data.sets.base import ImageSet
 
 
@@ -57,6 +58,12 @@ class DerivedSet(ImageSet):
         """The value of white in the set's files, if the set has this option."""
         scale: float | None = getattr(self.dataset, "full_scale", None)
         return scale
+
+    @property
+    def medical(self) -> MedicalReading:
+        """How the set decodes DICOM files and NIfTI volumes."""
+        reading: MedicalReading = getattr(self.dataset, "medical", DEFAULT_READING)
+        return reading
 
     def download(self) -> None:
         """Download missing files, if the set is configured to."""

@@ -11,11 +11,13 @@ import numpy as np
 
 from perada.core.checks import check_choice, check_name
 from perada.core.text import abbreviated
+from perada.data.medical.nifti import Axis
+from perada.data.medical.reading import Frames, MedicalReading
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest
 from perada.data.sets.image_paths import list_images
 from perada.data.sets.layouts import class_folders, layout_pattern, match_layout
-from perada.data.sets.manifest import SPLITS, ImageFiles, OwnImages
+from perada.data.sets.manifest import DEFAULT_SIZE, SPLITS, ImageFiles, OwnImages
 from perada.data.sets.mask_folders import (
     IMAGES,
     MASKS,
@@ -460,10 +462,34 @@ def _reject_class_of_masks(root: Path, files: Sequence[str], name: str, class_fo
 class UnlabelledFolder(ImageFiles):
     """All images below a folder, without labels, as a public set. Masks of the images are left out.
 
-    The options are those of :class:`.ImageFiles`.
+    Args:
+        root: The folder.
+        size: As of :class:`.ImageFiles`.
+        in_memory: As of :class:`.ImageFiles`.
+        train: As of :class:`.ImageFiles`.
+        window: As of :class:`.OwnImages`.
+        frames: As of :class:`.OwnImages`.
+        axis: As of :class:`.OwnImages`.
 
     >>> UnlabelledFolder("public", size=224)  # doctest: +SKIP
     """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        size: int = DEFAULT_SIZE,
+        in_memory: bool = False,
+        train: bool = True,
+        window: str | list[float] = "file",
+        frames: Frames = "middle",
+        axis: Axis = "axial",
+    ) -> None:
+        super().__init__(root, size=size, in_memory=in_memory, train=train)
+        self.medical = MedicalReading.checked(window, frames, axis)
+        self.window = window
+        self.frames = frames
+        self.axis = axis
 
     def read_manifest(self) -> Manifest:
         """List all images; warn of masks."""

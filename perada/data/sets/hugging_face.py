@@ -245,11 +245,16 @@ class HuggingFace(ListedImages):
         """Read the mask (size, size) of row ``split[row]``; see :func:`.decode_mask`."""
         mask = io.BytesIO(self._read_content(self._stored_mask_column, path, "mask"))
         image = io.BytesIO(self.content(image_path))
-        return decode_mask(mask, image, self.size, self.mask_values, f"{self.name}, {path}, column {self.mask},")
+        name = f"{self.name}, {path}, column {self.mask},"
+        return decode_mask(mask, image, self.size, self.mask_values, name, self.medical)
 
     def read_palette(self, path: str) -> list[Colour] | None:
         """Return the colours of the mask of row ``split[row]`` by number; None if it has no palette."""
         return palette_of(io.BytesIO(self._read_content(self._stored_mask_column, path, "mask")))
+
+    def _expand(self, manifest: Manifest) -> Manifest:
+        # Rows have contents and no files, of which the frame in the middle is read.
+        return manifest
 
     def _hash_image(self, path: str) -> str:
         return hashlib.sha256(self.content(path)).hexdigest()
@@ -257,7 +262,8 @@ class HuggingFace(ListedImages):
     def read(self, path: str) -> Tensor:
         """Read the image ``split[row]`` as uint8 (Ch, size, size)."""
         file = io.BytesIO(self.content(path))
-        pixels = read_image(file, "take the row out", self.mode, self.full_scale, f"{self.name}, {path},")
+        name = f"{self.name}, {path},"
+        pixels = read_image(file, "take the row out", self.mode, self.full_scale, name, self.medical)
         return resize_uint8(pixels, self.size)
 
     def read_manifest(self) -> Manifest:

@@ -10,8 +10,9 @@ from pathlib import Path
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.text import abbreviated
+from perada.data.medical.reading import is_readable_kind, medical_kind_of_file
 
-UNSUPPORTED_EXTENSIONS = tuple(".avif .dcm .dicom .gif .heic .heif .jfif .jp2 .j2k .jxl .nii .nii.gz .svs .tga".split())
+UNSUPPORTED_EXTENSIONS = tuple(".avif .gif .heic .heif .jfif .jp2 .j2k .jxl .svs .tga".split())
 """Extensions of images that are not read."""
 _SYSTEM_FOLDERS = frozenset(
     (
@@ -37,8 +38,8 @@ def is_system_folder(name: str) -> bool:
 def list_images(root: Path, above: Path | None = None) -> list[str]:
     """List all images below a folder, except for names that begin with a dot and for system folders.
 
-    Links to folders are followed unless they lead to a folder above them. Warns of system folders with images, and of
-    images of unsupported formats, such as DICOM.
+    Links to folders are followed unless they lead to a folder above them. Warns of system folders with images, of
+    images of unsupported formats, and of medical images if the extra that reads them is not installed.
 
     Args:
         root: The folder.
@@ -49,6 +50,7 @@ def list_images(root: Path, above: Path | None = None) -> list[str]:
 
     Raises:
         FileNotFoundError: If there is no image.
+        ModuleNotFoundError: If all images are medical, and the extra that reads them is not installed.
     """
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is not a folder: set root to the folder of the images")
@@ -66,24 +68,51 @@ def list_images(root: Path, above: Path | None = None) -> list[str]:
         # os.walk descends into the folders that remain in its list.
         subfolders[:] = walked
         files += [(relative_folder / name).as_posix() for name in names if not name.startswith(".")]
-    images = sorted(file for file in files if file.lower().endswith(IMG_EXTENSIONS))
-    unsupported = [file for file in files if file.lower().endswith(UNSUPPORTED_EXTENSIONS)]
+    images = _list_readable(files, root, above or root)
     if skipped:
         warnings.warn(
             f"system folders in {root} are skipped with their images: {abbreviated(sorted(skipped))}. Rename them to "
             "use them",
             stacklevel=3,
         )
-    if unsupported:
-        counts = Counter(Path(file).suffix.lower() for file in unsupported)
-        summary = abbreviated([f"{count} {extension}" for extension, count in sorted(counts.items())])
-        warnings.warn(f"files in {root} are skipped ({summary}): convert them to PNG or TIFF to use them", stacklevel=3)
     if not images:
         hint = f"set root to a folder with {', '.join(IMG_EXTENSIONS)}"
         if any((root / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
             hint = f"it was written by datasets: read it with the class HuggingFace, or as hf:{root}"
         raise FileNotFoundError(f"{root} has no images: {hint}")
     return images
+
+
+def _list_readable(files: list[str], root: Path, folder: Path) -> list[str]:
+    """Return those of the files that can be read, sorted; warn of other images.
+
+    Args:
+        files: Paths of the files.
+        root: The folder that they are in, for messages.
+        folder: The folder that the paths are relative to.
+
+    Raises:
+        ModuleNotFoundError: If all images are medical, and the extra that reads them is not installed.
+    """
+    images: list[str] = []
+    unread: list[str] = []
+    for file in files:
+        kind = medical_kind_of_file(file, folder)
+        if kind is not None:
+            (images if is_readable_kind(kind) else unread).append(file)
+        elif file.lower().endswith(IMG_EXTENSIONS):
+            images.append(file)
+    unsupported = [file for file in files if file.lower().endswith(UNSUPPORTED_EXTENSIONS)]
+    if unsupported:
+        counts = Counter(Path(file).suffix.lower() for file in unsupported)
+        summary = abbreviated([f"{count} {extension}" for extension, count in sorted(counts.items())])
+        warnings.warn(f"files in {root} are skipped ({summary}): convert them to PNG or TIFF to use them", stacklevel=4)
+    if unread:
+        problem = f"{len(unread)} DICOM or NIfTI files in {root}, such as {min(unread)}, cannot be read"
+        if not images:
+            raise ModuleNotFoundError(f"{problem}: pip install 'perada[medical]'")
+        warnings.warn(f"{problem} and are skipped: pip install 'perada[medical]' to use them", stacklevel=4)
+    return sorted(images)
 
 
 def _has_images(folder: Path) -> bool:

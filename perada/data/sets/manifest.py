@@ -13,11 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, checked_path
@@ -27,13 +26,16 @@ from perada.data.batches.transforms import (
     check_full_scale,
     read_image,
     resize_uint8,
-    upright_size,
+    size_of_file,
 )
 from perada.data.federated import warn_of_look_alikes
+from perada.data.medical.nifti import Axis
+from perada.data.medical.reading import DEFAULT_READING, Frames, MedicalReading, split_number
 from perada.data.partitions.shares import Array, hashed_share
 from perada.data.sets.base import ImageSet, Manifest, class_names, renumber_labels
 from perada.data.sets.label_names import check_label_names
 from perada.data.sets.masks import read_mask, stack_masks
+from perada.data.sets.medical_rows import DicomGroup, add_frames, add_groups
 from perada.data.sets.palettes import Colour, check_palettes, colours_of_values, palette_of
 
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
@@ -62,6 +64,8 @@ class ImageFiles(ImageSet):
     """Pillow's mode that images are converted to."""
     full_scale: float | None = None
     """The value of white in images of more than 8 bits."""
+    medical = DEFAULT_READING
+    """How DICOM files and NIfTI volumes are decoded."""
     mask_values: Sequence[int] | None = None
     """The value of each class in masks; None for its number."""
     _source = ""
@@ -103,11 +107,15 @@ class ImageFiles(ImageSet):
     @cached_property
     def manifest(self) -> Manifest:
         """The images of the split in ``self.train``; all images if there are no splits."""
-        manifest = self._assign_splits(self.read_manifest())
+        manifest = self._assign_splits(self._expand(self.read_manifest()))
         if manifest.split is None:
             return manifest
         split = "train" if self.train else "test"
         return manifest.rows(np.flatnonzero(manifest.split == split))
+
+    def _expand(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with a row for each frame of a medical image that is an image of the set."""
+        return add_frames(manifest, self.medical, foreground_only=False)
 
     def _assign_splits(self, manifest: Manifest) -> Manifest:
         """Return the manifest with ``train`` or ``test`` as split of each image. Subclasses may override this."""
@@ -123,11 +131,11 @@ class ImageFiles(ImageSet):
         remedy = "fix it or take it out of the folder"
         if self._source:
             remedy = f"fetch it again from {self._source}"
-        return resize_uint8(read_image(path, remedy, self.mode, self.full_scale), self.size)
+        return resize_uint8(read_image(path, remedy, self.mode, self.full_scale, medical=self.medical), self.size)
 
     def content(self, path: str) -> bytes:
         """Return the bytes of one file."""
-        return Path(path).read_bytes()
+        return Path(split_number(path).file).read_bytes()
 
     def digest(self, path: str) -> str:
         """Return a digest of a file's content, or of its path if the file cannot be read."""
@@ -137,12 +145,16 @@ class ImageFiles(ImageSet):
             return hashlib.sha256(path.encode()).hexdigest()
 
     def _hash_image(self, path: str) -> str:
-        state = os.stat(path)
-        return _digest_of_file(path, state.st_size, state.st_mtime_ns)
+        numbered = split_number(path)
+        state = os.stat(numbered.file)
+        digest = _digest_of_file(numbered.file, state.st_size, state.st_mtime_ns)
+        if numbered.number is None:
+            return digest
+        return hashlib.sha256(f"{digest}#{numbered.number}".encode()).hexdigest()
 
     def read_mask(self, path: str, image_path: str) -> Tensor:
         """Read the mask (size, size) of an image; see :func:`.read_mask`."""
-        return read_mask(path, image_path, self.size, self.mask_values)
+        return read_mask(path, image_path, self.size, self.mask_values, self.medical)
 
     def read_palette(self, path: str) -> list[Colour] | None:
         """Return the colours of a mask by number; None if it has no palette."""
@@ -173,8 +185,7 @@ class ImageFiles(ImageSet):
         if not self.resizes_images_only:
             return None
         content = io.BytesIO(self.content(self.manifest.paths[index]))
-        with Image.open(content) as image:
-            width, height = upright_size(image)
+        width, height = size_of_file(content, self.medical)
         return height, width
 
     @property
@@ -263,6 +274,16 @@ class OwnImages(ImageFiles):
         shared_groups: Whether a group's name stands for the same group at all clients, such as a patient's number in a
             national register, or whether each client names its groups itself (``false``), such as a hospital that
             numbers its patients from 1. Null is like ``false``, but warns if splits divide a name between clients.
+        window: Which values of DICOM files and NIfTI volumes become black and white: ``file``, the window in the file
+            (``file:2`` is the second); ``auto``, the 0.5th and 99.5th percentile of the image; a preset for CT such as
+            ``lung``; or a list of centre and width. Files without a window show all values of up to 8 bits, and of more
+            bits those from the smallest to the largest of the image.
+        frames: Which frames of a DICOM file, or slices of a NIfTI volume, are images: the ``middle`` one, ``all``, or
+            with a number n each n-th.
+        axis: Which slices of a NIfTI volume are images.
+        foreground_only: Whether to leave out slices of NIfTI volumes whose mask has no value above 0.
+        dicom_group: Which DICOM files are a group that is never divided between training and test, if the source names
+            no groups: those of a patient, a study, or an accession number. Null for none.
         **options: Options of :class:`ImageFiles`.
 
     Attributes:
@@ -273,7 +294,7 @@ class OwnImages(ImageFiles):
     _client_column = "client"
     """Column of the clients, of which never all images are test images."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # each argument is an option of recipes
         self,
         root: str,
         *,
@@ -283,6 +304,11 @@ class OwnImages(ImageFiles):
         gray: bool = False,
         full_scale: float | None = None,
         shared_groups: bool | None = None,
+        window: str | list[float] = "file",
+        frames: Frames = "middle",
+        axis: Axis = "axial",
+        foreground_only: bool = False,
+        dicom_group: DicomGroup | None = "patient",
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
@@ -292,6 +318,14 @@ class OwnImages(ImageFiles):
         check_choice("gray", gray, [True, False])
         check_full_scale(full_scale)
         check_choice("shared_groups", shared_groups, [True, False, None])
+        check_choice("foreground_only", foreground_only, [True, False])
+        check_choice("dicom_group", dicom_group, [*get_args(DicomGroup), None])
+        self.medical = MedicalReading.checked(window, frames, axis)
+        self.window = window
+        self.frames = frames
+        self.axis = axis
+        self.foreground_only = foreground_only
+        self.dicom_group = dicom_group
         self.shared_groups = shared_groups
         self.fixed_splits: Mapping[str, bool] = {}
         self.test_share = test_share
@@ -307,6 +341,13 @@ class OwnImages(ImageFiles):
         """Whether the source names the client of each image, in the column ``client``."""
         return self._client_column in self.columns
 
+    def _expand(self, manifest: Manifest) -> Manifest:
+        manifest = add_frames(manifest, self.medical, self.foreground_only)
+        clients = manifest.columns.get(self._client_column)
+        return add_groups(
+            manifest, self.dicom_group, None if clients is None else clients.tolist(), super()._hash_image
+        )
+
     def _assign_splits(self, manifest: Manifest) -> Manifest:
         if manifest.masks is not None:
             manifest = replace(manifest, classes=self._class_names)
@@ -319,7 +360,8 @@ class OwnImages(ImageFiles):
         # Names of classes and clients are compared when FederatedData is made.
         warn_of_look_alikes("groups", manifest.columns.get("group", ()))
         if manifest.split is None:
-            manifest = replace(manifest, identities=self._compute_identities(manifest))
+            if manifest.identities is None:
+                manifest = replace(manifest, identities=self._compute_identities(manifest))
             split = self._draw_split(manifest)
         else:
             split = self._normalise_split(manifest, manifest.split.tolist())

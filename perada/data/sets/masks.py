@@ -11,7 +11,9 @@ from torch import Tensor
 
 from perada.core.checks import check_integer, invalid_option
 from perada.core.text import abbreviated
-from perada.data.batches.transforms import MissingImageError, UnreadableImageError, load_pixels, upright, upright_size
+from perada.data.batches.transforms import MissingImageError, UnreadableImageError, load_pixels, size_of_file, upright
+from perada.data.medical.nifti import decode_label_slice
+from perada.data.medical.reading import DEFAULT_READING, MedicalReading, kind_of, split_number
 from perada.data.sets.label_types import stack_integers
 from perada.tasks.geometry import resize_masks
 
@@ -42,7 +44,13 @@ def check_mask_values(values: object) -> tuple[int, ...] | None:
     return tuple(values)
 
 
-def read_mask(path: str, image_path: str, size: int, mask_values: Sequence[int] | None) -> Tensor:
+def read_mask(
+    path: str,
+    image_path: str,
+    size: int,
+    mask_values: Sequence[int] | None,
+    medical: MedicalReading = DEFAULT_READING,
+) -> Tensor:
     """Read the file of a mask; see :func:`decode_mask`.
 
     Args:
@@ -50,19 +58,25 @@ def read_mask(path: str, image_path: str, size: int, mask_values: Sequence[int] 
         image_path: File of its image, which must have the same size.
         size: Height and width to resize the mask to.
         mask_values: Value of each class in the file.
+        medical: How medical images are read.
 
     Raises:
         MissingImageError: If a file does not exist.
         UnreadableImageError: See :func:`decode_mask`.
     """
     try:
-        return decode_mask(path, image_path, size, mask_values, path)
+        return decode_mask(path, image_path, size, mask_values, path, medical)
     except FileNotFoundError as error:
         raise MissingImageError(f"{error.filename} does not exist", "add it, or remove the other of the pair") from None
 
 
 def decode_mask(
-    mask_source: str | IO[bytes], image_source: str | IO[bytes], size: int, mask_values: Sequence[int] | None, name: str
+    mask_source: str | IO[bytes],
+    image_source: str | IO[bytes],
+    size: int,
+    mask_values: Sequence[int] | None,
+    name: str,
+    medical: MedicalReading = DEFAULT_READING,
 ) -> Tensor:
     """Decode a mask of grey values or of a palette, whose numbers are the classes.
 
@@ -72,6 +86,7 @@ def decode_mask(
         size: Height and width to resize the mask to, by nearest neighbour.
         mask_values: Value of each class in the mask; None for its number. 255 stays 255 unless it is listed.
         name: Name of the mask in messages.
+        medical: How medical images are read.
 
     Returns:
         Classes (size, size), integers of the smallest type that holds them.
@@ -81,12 +96,10 @@ def decode_mask(
         UnreadableImageError: If it is not a mask, has another size than the image, or a value that is not listed.
     """
     try:
-        with Image.open(mask_source) as opened_mask:
-            pixels = mask_pixels(opened_mask, name, mask_values)
-        with Image.open(image_source) as opened_image:
-            # Images are rotated according to their metadata, and labelling tools show them so.
-            image_size = upright_size(opened_image)
-    except (FileNotFoundError, UnreadableImageError):
+        pixels = _open_mask(mask_source, name, mask_values, medical)
+        # Images are rotated according to their metadata, and labelling tools show them so.
+        image_size = size_of_file(image_source, medical)
+    except (FileNotFoundError, ModuleNotFoundError, UnreadableImageError):
         raise
     except Exception as error:  # Pillow's decoders raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -102,6 +115,27 @@ def decode_mask(
     resized = resize_masks(torch.from_numpy(pixels), size)
     # Many masks are in memory together.
     return stack_integers([resized])[0]
+
+
+def _open_mask(
+    source: str | IO[bytes], name: str, mask_values: Sequence[int] | None, medical: MedicalReading
+) -> Pixels:
+    """Return the value int64 (H, W) of each pixel of a mask; see :func:`mask_pixels`."""
+    kind = kind_of(source)
+    if kind == "DICOM":
+        raise UnreadableImageError(f"{name} is a DICOM file, which is not read as a mask", REMEDY)
+    if kind is None:
+        with Image.open(source) as opened:
+            return mask_pixels(opened, name, mask_values)
+    number = None
+    if isinstance(source, str):
+        numbered = split_number(source)
+        source = numbered.file
+        number = numbered.number
+    stored = decode_label_slice(source, number, medical.axis)
+    if stored.dtype.kind == "f":
+        _check_whole_numbers(stored, name)
+    return stored.astype(np.int64)
 
 
 def mask_pixels(opened: Image.Image, name: str, mask_values: Sequence[int] | None = None) -> Pixels:

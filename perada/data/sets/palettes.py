@@ -8,6 +8,8 @@ from typing import IO
 
 from PIL import Image
 
+from perada.data.medical.reading import kind_of
+
 Colour = tuple[int, ...]
 
 
@@ -29,6 +31,8 @@ class PaletteEntry:
 def palette_of(mask: str | IO[bytes]) -> list[Colour] | None:
     """Return the colours of a mask by number, from its header; None if it has no palette or cannot be read."""
     try:
+        if kind_of(mask) is not None:
+            return None
         with Image.open(mask) as opened:
             if opened.mode != "P" or opened.palette is None:
                 return None

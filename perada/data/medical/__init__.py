@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Medical images: DICOM files and slices of NIfTI volumes."""

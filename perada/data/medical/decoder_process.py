@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Program that decodes compressed frames of DICOM files for another process, in which a decoder must not crash.
+
+Damaged frames end GDCM by a signal and let CharLS run without end. :mod:`perada.data.medical.isolation` starts this
+file by its path, so it imports nothing of perada. Requests come on the standard input and answers go to the standard
+output: the length of a header in JSON (4 bytes), the header, whose ``size`` is the number of bytes after it, and these
+bytes.
+"""
+
+import contextlib
+import json
+import logging
+import struct
+import sys
+import warnings
+from typing import IO, Any
+
+SPARE_BYTES = 2**29
+"""Memory that decoding a frame may take besides the multiple of the frame."""
+COPIES_OF_FRAME = 16
+"""Memory that decoding a frame may take, in sizes of the decoded frame: decoders compute in 32 bits."""
+
+
+def read_message(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
+    """Read a header and the bytes after it; None at the end of the stream."""
+    length = stream.read(4)
+    if len(length) < 4:
+        return None
+    header = json.loads(stream.read(struct.unpack("<I", length)[0]))
+    return header, stream.read(header["size"])
+
+
+def write_message(stream: IO[bytes], header: dict[str, Any], content: bytes) -> None:
+    """Write a header and the bytes after it."""
+    encoded = json.dumps(header | {"size": len(content)}).encode()
+    stream.write(struct.pack("<I", len(encoded)))
+    stream.write(encoded)
+    stream.write(content)
+    stream.flush()
+
+
+def _limit_memory(frame_bytes: int) -> None:
+    """Limit the memory of this process to what it has and what decoding a frame may take."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows has no limits, macOS rejects this one
+        import resource
+
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = used + COPIES_OF_FRAME * frame_bytes + SPARE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
+
+
+def _decode(request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the answer to a request: type and shape of the frame, and its values."""
+    from pydicom.encaps import encapsulate
+    from pydicom.pixels import get_decoder
+
+    decoder = get_decoder(request["syntax"])
+    plugins = [name for name in request["plugins"] if name in decoder.available_plugins]
+    _limit_memory(request["frame_bytes"])
+    array, properties = decoder.as_array(
+        encapsulate([content]), index=0, decoding_plugin=plugins[0] if plugins else "", **request["options"]
+    )
+    header = {
+        "dtype": array.dtype.str,
+        "shape": list(array.shape),
+        "photometric": str(properties["photometric_interpretation"]),
+    }
+    return header, array.tobytes()
+
+
+def main() -> None:
+    """Answer requests until the standard input ends."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    requests = sys.stdin.buffer
+    answers = sys.stdout.buffer
+    while (message := read_message(requests)) is not None:
+        request, content = message
+        try:
+            header, values = _decode(request, content)
+        except Exception as error:  # decoders raise many types, whose texts may quote the file
+            header = {"error": type(error).__name__}
+            values = b""
+        write_message(answers, header, values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices of NIfTI volumes, in the orientation in which radiologists see them."""
+
+import gzip
+import io
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+import numpy as np
+
+from perada.core.checks import installed
+from perada.data.medical.errors import MedicalImageError
+from perada.data.medical.headers import open_source
+from perada.data.medical.windows import (
+    AUTO,
+    AUTO_PERCENTILES,
+    PRESETS,
+    FloatArray,
+    GreyWindow,
+    Window,
+    place_in_file,
+    range_window,
+)
+
+Axis = Literal["axial", "coronal", "sagittal"]
+HEADER_BYTES = 348
+LARGEST_VOLUME = 2**31
+"""Bytes of a volume, at most."""
+_MAGIC = (b"n+1\0", b"n+2\0")
+_PLACE_OF_MAGIC = (344, 4)
+"""Where NIfTI-1 and NIfTI-2 have their magic."""
+_GZIP = b"\x1f\x8b"
+_AXIS_NUMBERS: dict[str, int] = {"sagittal": 0, "coronal": 1, "axial": 2}
+
+
+def is_nifti(beginning: bytes) -> bool:
+    """Return whether the first bytes of a file are those of a NIfTI volume, which may be compressed by gzip."""
+    if beginning[:2] == _GZIP:
+        try:
+            with gzip.GzipFile(fileobj=io.BytesIO(beginning)) as file:
+                beginning = file.read(HEADER_BYTES)
+        except (EOFError, OSError):
+            return False
+    return any(beginning[place : place + 4] in _MAGIC for place in _PLACE_OF_MAGIC)
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume in the orientation RAS+: its axes point to the patient's right, to the front and up.
+
+    Attributes:
+        values: The values (X, Y, Z).
+        spacing: Distance of voxels along each axis in mm.
+        limits: The values that its header makes black and white; None if it states none.
+    """
+
+    values: np.ndarray[Any, np.dtype[Any]]
+    spacing: tuple[float, float, float]
+    limits: tuple[float, float] | None
+
+    def num_slices(self, axis: Axis) -> int:
+        """Return the number of slices across an axis."""
+        return int(self.values.shape[_AXIS_NUMBERS[axis]])
+
+    def slice(self, axis: Axis, index: int) -> np.ndarray[Any, np.dtype[Any]]:
+        """Return a slice (H, W) as radiologists see it.
+
+        In axial and coronal slices, the patient's right is on the left; in sagittal ones, the front is on the left.
+        The front of axial slices, and the head of the others, is at the top.
+        """
+        plane = np.take(self.values, index, axis=_AXIS_NUMBERS[axis])
+        seen: np.ndarray[Any, np.dtype[Any]] = plane[::-1, ::-1].T
+        return seen
+
+
+def read_volume(source: str | Path | IO[bytes]) -> Volume:
+    """Read a volume.
+
+    Raises:
+        MedicalImageError: If it is damaged, has a fourth dimension, or is larger than its file allows.
+    """
+    nibabel = installed("nibabel", "a NIfTI volume", "medical")
+    with open_source(source) as file:
+        content = _inflated(file)
+    try:
+        image_class = nibabel.Nifti2Image if content[4:8] == _MAGIC[1] else nibabel.Nifti1Image
+        image = image_class.from_bytes(content)
+        shape = tuple(int(side) for side in image.shape)
+        while len(shape) > 3 and shape[-1] == 1:
+            shape = shape[:-1]
+        _check_shape(shape, image.header, len(content))
+        image = nibabel.as_closest_canonical(image)
+        values = np.asanyarray(image.dataobj).reshape(image.shape[:3])
+        spacing = [abs(float(zoom)) for zoom in image.header.get_zooms()[:3]]
+        black = float(image.header["cal_min"])
+        white = float(image.header["cal_max"])
+    except (MedicalImageError, MemoryError):
+        raise
+    except Exception as error:  # nibabel raises many types
+        raise MedicalImageError(f"it is damaged or truncated ({type(error).__name__})") from None
+    if values.dtype.kind not in "iufb":
+        raise MedicalImageError("its voxels are colours or complex numbers", "convert it to numbers")
+    limits = (black, white) if np.isfinite([black, white]).all() and black < white else None
+    return Volume(values, (spacing[0], spacing[1], spacing[2]), limits)
+
+
+def _check_shape(shape: tuple[int, ...], header: Any, num_bytes: int) -> None:  # noqa: ANN401  # a header of nibabel
+    """Raise a MedicalImageError unless a volume has three dimensions, and the file all of its voxels."""
+    if len(shape) != 3:
+        raise MedicalImageError(f"it has {len(shape)} dimensions larger than 1, not 3", "save each volume as a file")
+    if min(shape) < 1:
+        raise MedicalImageError(f"its header declares {shape[0]} x {shape[1]} x {shape[2]} voxels")
+    declared = shape[0] * shape[1] * shape[2] * header.get_data_dtype().itemsize
+    if declared > num_bytes:
+        raise MedicalImageError(
+            f"its header declares {declared} bytes of voxels, but it has {num_bytes}; it is probably truncated",
+            "fetch it again",
+        )
+
+
+def _inflated(file: IO[bytes]) -> bytes:
+    """Return the content of a volume's file, which may be compressed, up to the size that its header declares."""
+    beginning = file.read(2)
+    file.seek(0)
+    if beginning != _GZIP:
+        return file.read()
+    try:
+        with gzip.GzipFile(fileobj=file) as inflated:
+            header = inflated.read(HEADER_BYTES + 192)
+            largest = min(_declared_bytes(header), LARGEST_VOLUME)
+            return header + inflated.read(largest)
+    except (EOFError, OSError, ValueError, struct.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise MedicalImageError(f"it is damaged or truncated ({type(error).__name__})") from None
+
+
+def _declared_bytes(header: bytes) -> int:
+    """Return the bytes of a volume's header, extensions and voxels, as the header declares them."""
+    order = "<"
+    is_second = header[4:8] == _MAGIC[1]
+    if struct.unpack("<i", header[:4])[0] not in (348, 540):
+        order = ">"
+    if is_second:
+        shape = struct.unpack(f"{order}8q", header[16:80])
+        bits = struct.unpack(f"{order}h", header[14:16])[0]
+        offset = struct.unpack(f"{order}q", header[168:176])[0]
+    else:
+        shape = struct.unpack(f"{order}8h", header[40:56])
+        bits = struct.unpack(f"{order}h", header[72:74])[0]
+        offset = int(struct.unpack(f"{order}f", header[108:112])[0])
+    voxels = 1
+    for side in shape[1 : 1 + max(0, min(7, shape[0]))]:
+        voxels *= max(1, side)
+    total: int = max(0, offset) + voxels * max(1, bits) // 8
+    return total
+
+
+def decode_nifti(
+    source: str | Path | IO[bytes], number: int | None, axis: Axis, window: Window
+) -> np.ndarray[Any, Any]:
+    """Decode a slice of a volume to grey levels (H, W).
+
+    Args:
+        source: The file, or an opened one.
+        number: Number of the slice, from 1; None for the one in the middle.
+        axis: The axis that slices are across.
+        window: See :class:`.MedicalReading`. Without a window in the file, the volume's smallest value is black and its
+            largest white, so that its slices can be compared.
+
+    Raises:
+        MedicalImageError: If the volume cannot be read.
+    """
+    volume = read_volume(source)
+    values = volume.slice(axis, _slice_index(volume, number, axis)).astype(np.float64)
+    if not np.isfinite(values).all():
+        raise MedicalImageError("its voxels have NaN or infinity")
+    fraction = _window_of_volume(volume, window).apply(values)
+    return np.rint(fraction * 255).astype(np.uint8)
+
+
+def decode_label_slice(source: str | Path | IO[bytes], number: int | None, axis: Axis) -> np.ndarray[Any, Any]:
+    """Return a slice (H, W) of a volume with its own values, which are numbers of classes."""
+    volume = read_volume(source)
+    return volume.slice(axis, _slice_index(volume, number, axis))
+
+
+def _slice_index(volume: Volume, number: int | None, axis: Axis) -> int:
+    """Return the index of a slice by its number from 1; None for the one in the middle."""
+    num_slices = volume.num_slices(axis)
+    chosen = num_slices // 2 + 1 if number is None else number
+    if not 1 <= chosen <= num_slices:
+        raise MedicalImageError(f"it has {num_slices} {axis} slices, and none of number {chosen}")
+    return chosen - 1
+
+
+def _window_of_volume(volume: Volume, window: Window) -> GreyWindow:
+    """Return the window of a volume."""
+    if isinstance(window, tuple):
+        return GreyWindow(*window)
+    if window in PRESETS:
+        return GreyWindow(*PRESETS[window])
+    finite = cast(FloatArray, volume.values[np.isfinite(volume.values)])
+    if not finite.size:
+        raise MedicalImageError("its voxels are NaN or infinity")
+    if window == AUTO:
+        low, high = np.percentile(finite, AUTO_PERCENTILES)
+        return range_window(float(low), float(high))
+    place = place_in_file(window)
+    if place:
+        raise MedicalImageError(f"a NIfTI volume has no window of number {place + 1}", "set window to file")
+    if volume.limits is not None:
+        return range_window(*volume.limits)
+    return range_window(float(finite.min()), float(finite.max()))
