@@ -458,11 +458,12 @@ def _full_window(frame: DicomFrame, content: Values) -> GreyWindow:
     """Return the window of a file that has none: all values of up to 8 bits, and of more bits those that occur."""
     stored_as = frame.format
     if content.dtype.kind in "iu" and stored_as.bits_stored <= 8:
+        tables = _sequence(frame.dataset, "ModalityLUTSequence")
+        if tables:
+            return range_window(0, 2 ** _read_table(tables[0], stored_as.is_signed).bits - 1)
         low = -(2 ** (stored_as.bits_stored - 1)) if stored_as.is_signed else 0
-        extremes = np.array([low, low + 2**stored_as.bits_stored - 1])
-    else:
-        extremes = np.array([content.min(), content.max()])
-    values = modality_values(frame, extremes)
+        content = np.array([low, low + 2**stored_as.bits_stored - 1])
+    values = modality_values(frame, content)
     return range_window(float(values.min()), float(values.max()))
 
 
