@@ -10,12 +10,14 @@ bytes.
 import contextlib
 import json
 import logging
+import os
 import struct
 import sys
 import warnings
+from importlib import import_module
 from typing import IO, Any
 
-SPARE_BYTES = 2**29
+SPARE_BYTES = 2**28
 """Memory that decoding a frame may take besides the multiple of the frame."""
 COPIES_OF_FRAME = 16
 """Memory that decoding a frame may take, in sizes of the decoded frame: decoders compute in 32 bits."""
@@ -39,13 +41,21 @@ def write_message(stream: IO[bytes], header: dict[str, Any], content: bytes) -> 
     stream.flush()
 
 
-def _limit_memory(frame_bytes: int) -> None:
+def _used_memory() -> int:
+    """Return the bytes of memory that this process has; 0 where they are unknown."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
+
+
+def _limit_memory(used: int, frame_bytes: int) -> None:
     """Limit the memory of this process to what it has and what decoding a frame may take."""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows has no limits, macOS rejects this one
+    # Windows has no limits, and macOS rejects this one.
+    with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
         hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = used + COPIES_OF_FRAME * frame_bytes + SPARE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
@@ -53,12 +63,12 @@ def _limit_memory(frame_bytes: int) -> None:
 
 def _decode(request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
     """Return the answer to a request: type and shape of the frame, and its values."""
+    # The other process imports this file, too, also where pydicom is not installed.
     from pydicom.encaps import encapsulate
     from pydicom.pixels import get_decoder
 
     decoder = get_decoder(request["syntax"])
     plugins = [name for name in request["plugins"] if name in decoder.available_plugins]
-    _limit_memory(request["frame_bytes"])
     array, properties = decoder.as_array(
         encapsulate([content]), index=0, decoding_plugin=plugins[0] if plugins else "", **request["options"]
     )
@@ -71,19 +81,25 @@ def _decode(request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], by
 
 
 def main() -> None:
-    """Answer requests until the standard input ends."""
+    """Answer requests until the standard input ends, or damaged frames have left too much memory behind."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     requests = sys.stdin.buffer
     answers = sys.stdout.buffer
-    while (message := read_message(requests)) is not None:
+    import_module("pydicom.pixels")
+    used_at_start = _used_memory()
+    is_last = False
+    while not is_last and (message := read_message(requests)) is not None:
         request, content = message
+        _limit_memory(_used_memory(), request["frame_bytes"])
         try:
             header, values = _decode(request, content)
         except Exception as error:  # decoders raise many types, whose texts may quote the file
             header = {"error": type(error).__name__}
             values = b""
-        write_message(answers, header, values)
+        # Decoders do not free all of the memory of a frame that they cannot decode.
+        is_last = _used_memory() - len(values) > used_at_start + SPARE_BYTES
+        write_message(answers, header | {"is_last": is_last}, values)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 Stored values → modality LUT or rescale → VOI LUT or window → inversion of MONOCHROME1.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ from perada.data.medical.windows import (
 
 Values = np.ndarray[Any, np.dtype[Any]]
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+_MODALITY = re.compile(r"[A-Z]{2,8}")
 LARGEST_TABLE = 2**17
 """Number of different integers up to which grey levels are looked up in a table."""
 _DECOMPRESS = "decompress it, for example with dcmdjpeg, dcmdjpls or gdcmconv --raw"
@@ -438,8 +440,9 @@ def _choose_window(frame: DicomFrame, content: Values, window: Window) -> GreyWi
     modality = text(frame.dataset, "Modality")
     rescale_type = text(frame.dataset, "RescaleType")
     if modality != "CT" and rescale_type != "HU":
+        shown = modality if _MODALITY.fullmatch(modality) else "unknown"
         raise MedicalImageError(
-            f"window={window!r} is for CT, but its modality is {modality if modality.isalpha() else 'unknown'}",
+            f"window={window!r} is for CT, but its modality is {shown}",
             "set window to file, auto, or [centre, width]",
         )
     return GreyWindow(*PRESETS[window])

@@ -105,7 +105,11 @@ class _BoundedFile(io.RawIOBase):
         return self._file.tell()
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._file.tell(), io.SEEK_END: self._size}[whence]
+        if start + offset < 0:
+            # The operating system's error would look like one of the disk.
+            raise ValueError("a place before the beginning of the file")
+        return self._file.seek(start + offset)
 
     def read(self, size: int = -1) -> bytes:
         remaining = max(0, self._size - self._file.tell())

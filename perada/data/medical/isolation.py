@@ -15,7 +15,7 @@ import numpy as np
 from perada.data.medical.decoder_process import read_message, write_message
 from perada.data.medical.errors import MedicalImageError
 
-SECONDS = 20.0
+SECONDS = 10.0
 """Time that decoding a frame may take."""
 SECONDS_PER_MEGABYTE = 0.5
 """Further time for each megabyte of the decoded frame."""
@@ -82,6 +82,8 @@ class DecoderProcess:
         finally:
             timer.cancel()
         if answer is not None and len(answer[1]) == answer[0]["size"]:
+            if answer[0]["is_last"]:
+                self.close()
             return answer
         self.close()
         reason = f"not decoded in {seconds:.0f} s" if timed_out.is_set() else "the decoder crashed"

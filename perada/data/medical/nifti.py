@@ -3,6 +3,7 @@
 
 import gzip
 import io
+import logging
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,8 @@ def read_volume(source: str | Path | IO[bytes]) -> Volume:
         MedicalImageError: If it is damaged, has a fourth dimension, or is larger than its file allows.
     """
     nibabel = installed("nibabel", "a NIfTI volume", "medical")
+    # It writes corrections of damaged headers to the standard error.
+    logging.getLogger("nibabel.global").setLevel(logging.CRITICAL + 1)
     with open_source(source) as file:
         content = _inflated(file)
     try:
