@@ -47,7 +47,9 @@ SHARED_DATA_OPTIONS = (
 """Options of a recipe's data that describe the data of all clients and of the server."""
 PARTITION_OPTIONS = ("seed", "train_limit", "test_limit")
 """Options that determine how a data set is partitioned. They apply to sites that are clients of the recipe's data."""
-SHARED_IMAGE_OPTIONS = ("size", "gray", "full_scale", "window", "frames", "axis", "test_share", "seed")
+SHARED_MEDICAL_OPTIONS = ("window", "frames", "axis", "foreground_only", "dicom_group")
+"""Options of a recipe's image set that determine which frames of medical images are read, and how."""
+SHARED_IMAGE_OPTIONS = ("size", "gray", "full_scale", "test_share", "seed", *SHARED_MEDICAL_OPTIONS)
 """Options of a recipe's image set that also apply to a site's: how files are read, and test images selected."""
 SHARED_TABLE_OPTIONS = ("path", "label", "split", "separator", "unknown", "blank", "numbers", "group", "mask")
 """The same, if both the recipe and the site have a table."""

@@ -42,7 +42,7 @@ from perada.data.fingerprints import Fingerprint, fingerprint_of
 from perada.data.medical.reading import DEFAULT_READING
 from perada.data.partitions import Partition
 from perada.data.partitions.division import Division, hold_out
-from perada.data.preprocessing import Preprocessing, preprocessing_of
+from perada.data.preprocessing import Preprocessing, first_image_set, preprocessing_of
 from perada.data.sets.base import ImageSet
 from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_shifts, check_movements, conditions
 from perada.data.training_checks import RunOptions
@@ -603,7 +603,7 @@ class FederatedDataModule(pl.LightningDataModule):
     @property
     def preprocessing(self) -> Preprocessing:
         """Preprocessing of the images before the model sees them, without augmentation."""
-        source = None if self.division is None else self.division.dataset
+        source = first_image_set(self.checked) if self.division is None else self.division.dataset
         full_scale = getattr(source, "full_scale", None)
         return preprocessing_of(self.checked, self.prepare, full_scale, getattr(source, "medical", DEFAULT_READING))
 

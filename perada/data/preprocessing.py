@@ -302,6 +302,13 @@ def preprocessing_of(
     )
 
 
+def first_image_set(checked: CheckedData) -> Any:  # noqa: ANN401  # any dataset
+    """Return the dataset that the first client's images are a part of; None if all images are in memory."""
+    if isinstance(checked.train, TensorStore):
+        return None
+    return resolve_subset(checked.train.datasets[0]).base
+
+
 def preprocessing_of_set(image_set: ImageSet, preparation: Preparation) -> Preprocessing:
     """Return the preprocessing of the images of a set. Image files are not opened.
 

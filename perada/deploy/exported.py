@@ -8,7 +8,7 @@ from typing import Any
 
 from perada.core.states import State, to_device, unstack
 from perada.data.medical.reading import DEFAULT_READING
-from perada.data.preprocessing import Preprocessing, preprocessing_of, preprocessing_of_set
+from perada.data.preprocessing import Preprocessing, first_image_set, preprocessing_of, preprocessing_of_set
 from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.server.progress import RunProgress
 from perada.deploy.site.client import Client
@@ -45,7 +45,7 @@ def export_site_run(client: Client, run_state: RunState, name: str) -> Run:
         privacy["sample"] = account.record()
     if recipe.loop.client_privacy is not None:
         privacy["client"] = _client_level_of_site(client, training.num_rounds)
-    image_set = _image_set(client)
+    image_set = first_image_set(data.checked)
     facts = RunFacts(
         rounds=training.num_rounds,
         num_clients=1,
@@ -122,15 +122,6 @@ def _global_models(recipe: Recipe, shared: State, server_states: Mapping[str, St
     """Return the global models whose outputs are averaged; usually one."""
     states = {name: to_device(state, recipe.device) for name, state in server_states.items()}
     return unstack(recipe.loop.algorithm.members(shared, states))
-
-
-def _image_set(client: Client) -> Any:  # noqa: ANN401  # any dataset
-    """Return the site's dataset, of which it may have a part; None if its images are in memory."""
-    store: Any = client.data.checked.train
-    dataset: Any = store.datasets[0] if hasattr(store, "datasets") else None
-    while hasattr(dataset, "dataset"):  # a Subset
-        dataset = dataset.dataset
-    return dataset
 
 
 def _preprocessing_of_server(recipe: ServerRecipe) -> Preprocessing:

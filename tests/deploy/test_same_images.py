@@ -222,6 +222,27 @@ def test_a_folder_is_read_as_the_recipes_is(options, data, tmp_path):
         assert_same_images(simulated, site, client)
 
 
+def test_dicom_files_are_read_as_the_recipes_is(tmp_path):
+    """With the recipe's window and frames, and with the same patients on each side."""
+    files = pytest.importorskip("tests.data.dicom_files", reason="needs the extra medical")
+    for client in range(2):
+        for number in range(12):
+            stack = np.random.default_rng([client, number]).integers(-500, 500, (3, 8, 8)).astype(np.int16)
+            path = tmp_path / "all" / f"h{client}" / CLASSES[number % 3] / f"{number}.dcm"
+            files.write(path, stack, PatientID=f"p{number // 2}")
+    options = {"size": 8, "window": [0, 300], "frames": 2}
+    recipe = naming()
+    recipe["data"]["dataset"]["init_args"] |= options
+    recipe["data"] = {key: value for key, value in recipe["data"].items() if key != "image_size"}
+    images = Images(str(tmp_path / "all"), "{client}/{class}/*", classes=CLASSES, **options)
+    simulated = FederatedDataModule(dataset=images, partition=ByDomain("client"))
+    for client in range(2):
+        site_options = {"root": str(tmp_path / "all" / f"h{client}"), "layout": "{class}/*"}
+        site = written(tmp_path / f"site{client}", recipe, site_options).data
+        assert_same_images(simulated, site, client)
+        assert site.preprocessing.medical.record() == {"window": [0.0, 300.0], "frames": 2, "axis": "axial"}
+
+
 def test_a_table_is_read_as_the_recipes_is(tmp_path):
     """By the recipe's columns and separator, unless the site names its own."""
     draw_folder(tmp_path / "h0", 1)

@@ -19,7 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perada.core.checks import OptionError, check_choice, check_integer, check_number, checked_path
+from perada.core.checks import (
+    OptionError,
+    check_choice,
+    check_integer,
+    check_number,
+    checked_path,
+    without_effect,
+)
 from perada.core.text import abbreviated, near_names, quoted
 from perada.data.batches.transforms import (
     UnreadableImageError,
@@ -342,6 +349,8 @@ class OwnImages(ImageFiles):
         return self._client_column in self.columns
 
     def _expand(self, manifest: Manifest) -> Manifest:
+        if self.foreground_only and manifest.masks is None:
+            raise without_effect("foreground_only", True, "images without masks", "read masks, too")
         manifest = add_frames(manifest, self.medical, self.foreground_only)
         clients = manifest.columns.get(self._client_column)
         return add_groups(
