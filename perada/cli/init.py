@@ -25,6 +25,7 @@ from perada.core.checks import check_choice
 from perada.core.text import abbreviated, printable
 from perada.data import FederatedDataModule, ImageMasks, Images, ImageTable
 from perada.data.batches.transforms import size_of_file
+from perada.data.medical.reading import MEDICAL_EXTENSIONS
 from perada.data.partitions.division import Division
 from perada.data.sets.base import Manifest
 from perada.data.sets.folders import have_masks, reject_masks_in_image_folders
@@ -44,6 +45,7 @@ from perada.data.sets.table_files import read_table
 from perada.data.training_checks import check_as_training_does
 from perada.system.files import check_output_file, writing
 
+_EXTENSIONS = IMG_EXTENSIONS + MEDICAL_EXTENSIONS
 FEW_IMAGES = 20
 """Number of images below which a share of one in ten may be none."""
 PRETRAINED_SIZE = 224
@@ -715,7 +717,7 @@ def _find_path_column(table: str, values_of_columns: dict[str, list[Any]]) -> st
     if common is not None:
         return common
     for name, column in values_of_columns.items():
-        if isinstance(column[0], str) and column[0].lower().endswith(IMG_EXTENSIONS):
+        if isinstance(column[0], str) and column[0].lower().endswith(_EXTENSIONS):
             return name
     raise ValueError(
         f"images={table!r} has no column of image files among {', '.join(map(repr, values_of_columns))}; rename the "
@@ -726,7 +728,7 @@ def _find_path_column(table: str, values_of_columns: dict[str, list[Any]]) -> st
 def _find_mask_column(values_of_columns: dict[str, list[Any]]) -> str | None:
     """Return the column of the files of masks; None if there is none."""
     name = _find_common_column("mask", list(values_of_columns))
-    if name is None or not str(values_of_columns[name][0]).lower().endswith(IMG_EXTENSIONS):
+    if name is None or not str(values_of_columns[name][0]).lower().endswith(_EXTENSIONS):
         return None
     return name
 

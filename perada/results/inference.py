@@ -17,6 +17,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from perada.core.checks import checked_path
 from perada.core.text import FORMULA, abbreviated, cell_text, number_cells, quoted
 from perada.data.batches.transforms import size_of_file
+from perada.data.medical.nifti import Axis
 from perada.data.medical.reading import MedicalReading, split_number, with_number
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.base import Manifest
@@ -47,6 +48,7 @@ class Predictions:
         paths: The N paths if all images were given as paths, else None.
         sources: The files, if ``paths`` are names relative to some folder.
         typical: Mask (N,) of the images that look like the client's own, if it predicts with both models; else None.
+        axis: Which slices of NIfTI volumes the images are.
     """
 
     probabilities: Tensor
@@ -55,6 +57,7 @@ class Predictions:
     paths: tuple[str, ...] | None = None
     sources: tuple[str, ...] | None = None
     typical: Tensor | None = None
+    axis: Axis = "axial"
 
     @property
     def answered_by(self) -> list[str]:
@@ -106,7 +109,7 @@ class Predictions:
         for target in targets:
             _check_replaceable_mask(target)
         for row, (mask, target) in enumerate(zip(self.labels, targets, strict=True)):
-            size = None if files is None else _size_of_image(files[row])
+            size = None if files is None else _size_of_image(files[row], self.axis)
             save_mask(mask, target, size)
         return folder
 
@@ -218,9 +221,9 @@ def _name_of_mask(paths: Sequence[str], row: int) -> str:
     return str(stem)
 
 
-def _size_of_image(path: str) -> tuple[int, int]:
+def _size_of_image(path: str, axis: Axis) -> tuple[int, int]:
     """Return height and width of an image file, after the rotation in its metadata."""
-    width, height = size_of_file(path)
+    width, height = size_of_file(path, MedicalReading(axis=axis))
     return height, width
 
 

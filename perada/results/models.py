@@ -307,7 +307,8 @@ class Models:
         if all(isinstance(image, str | Path) for image in predicted_images):
             paths = tuple(str(image) for image in predicted_images)
         classes = self.info.get("classes") or [str(number) for number in range(self.info["num_classes"])]
-        return Predictions(probabilities, labels, tuple(classes), paths, typical=typical)
+        axis = preprocessing.medical.axis
+        return Predictions(probabilities, labels, tuple(classes), paths, typical=typical, axis=axis)
 
     def _make_predictor(
         self, client: int | str | None, prediction: Prediction | None, device: torch.device

@@ -345,3 +345,9 @@ def test_a_saved_run_predicts_files_and_frames_as_it_was_trained(run_folder, tmp
     expected = run.predict([torch.from_numpy(image).unsqueeze(0) for image in grey])
     paths = [str(tmp_path / "scans" / f"cine.dcm#{number}") for number in (1, 3, 5)]
     assert torch.equal(run.predict(paths).probabilities, expected.probabilities)
+
+
+def test_a_recipe_is_written_for_dicom_files(root, tmp_path, capsys):
+    main(["init", "--images", str(root), "--output", str(tmp_path / "recipe.yaml"), "--yes"])
+    assert "{client}/{class}" in (tmp_path / "recipe.yaml").read_text()
+    assert not any(word in capsys.readouterr().out for word in IDENTIFIERS)

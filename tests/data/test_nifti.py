@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from perada.cli import main
@@ -14,6 +15,7 @@ from perada.data import ImageMasks, Images
 from perada.data.batches.transforms import UnreadableImageError, read_image
 from perada.data.medical.nifti import decode_nifti, read_volume
 from perada.data.medical.reading import MedicalReading
+from perada.results.inference import Predictions
 from tests.data.dicom_files import linear
 
 nibabel = pytest.importorskip("nibabel", reason="needs the extra medical")
@@ -196,3 +198,14 @@ def test_inspection_reports_volumes(scans, capsys):
     record = json.loads(capsys.readouterr().out)
     assert record["headers"][0]["spacing in mm"] == {"0.5 x 0.75 x 2": 18}
     assert record["headers"][0]["size"] == {"5 x 6 x 7": 18}
+
+
+def test_predicted_masks_have_the_size_of_their_slice(scans, tmp_path):
+    path = scans / "north" / "images" / "case0.nii.gz"
+    labels = torch.ones(1, 4, 4, dtype=torch.long)
+    for axis, size in (("axial", (5, 6)), ("coronal", (5, 7)), ("sagittal", (6, 7))):
+        predictions = Predictions(torch.zeros(1, 4, 4, 2), labels, ("a", "b"), (f"{path}#2",), axis=axis)
+        folder = predictions.save_masks(tmp_path / axis)
+        (mask,) = folder.rglob("*.png")
+        with Image.open(mask) as opened:
+            assert opened.size == size

@@ -49,8 +49,6 @@ def header_facts(source: str | Path | IO[bytes], kind: Kind) -> HeaderFacts:
         dataset = read_dataset(file, with_pixels=False)
     stored_as = pixel_format(dataset)
     frame = DicomFrame(dataset, stored_as, 0)
-    spacing = numbers(frame.of_frame("PixelMeasuresSequence", "PixelSpacing"), "PixelSpacing")
-    spacing = spacing or numbers(dataset, "ImagerPixelSpacing")
     names = [text(dataset, "Manufacturer"), text(dataset, "ManufacturerModelName")]
     sign = "signed" if stored_as.is_signed else "unsigned"
     values = (
@@ -59,10 +57,20 @@ def header_facts(source: str | Path | IO[bytes], kind: Kind) -> HeaderFacts:
         f"{stored_as.bits_stored} of {stored_as.bits_allocated}, {sign}",
         stored_as.photometric,
         _describe_window(frame),
-        " x ".join(f"{distance:.3g}" for distance in spacing) or _NONE,
+        _describe_spacing(frame),
         f"{stored_as.columns} x {stored_as.rows}",
     )
     return dict(zip(PROPERTIES, values, strict=True))
+
+
+def _describe_spacing(frame: DicomFrame) -> str:
+    """Return the distances between rows and columns in words."""
+    try:
+        spacing = numbers(frame.of_frame("PixelMeasuresSequence", "PixelSpacing"), "PixelSpacing")
+        spacing = spacing or numbers(frame.dataset, "ImagerPixelSpacing")
+    except MedicalImageError:
+        return "damaged"
+    return " x ".join(f"{distance:.3g}" for distance in spacing) or _NONE
 
 
 def _describe_window(frame: DicomFrame) -> str:

@@ -4,10 +4,12 @@
 import gzip
 import io
 import logging
+import os
 import struct
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal
 
 import numpy as np
 
@@ -18,7 +20,6 @@ from perada.data.medical.windows import (
     AUTO,
     AUTO_PERCENTILES,
     PRESETS,
-    FloatArray,
     GreyWindow,
     Window,
     place_in_file,
@@ -61,9 +62,29 @@ class Volume:
     spacing: tuple[float, float, float]
     limits: tuple[float, float] | None
 
-    def num_slices(self, axis: Axis) -> int:
-        """Return the number of slices across an axis."""
-        return int(self.values.shape[_AXIS_NUMBERS[axis]])
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Number of voxels along each axis."""
+        right, front, up = self.values.shape
+        return right, front, up
+
+    @cached_property
+    def extremes(self) -> tuple[float, float]:
+        """The smallest and the largest finite value."""
+        finite = self._finite_values()
+        return float(finite.min()), float(finite.max())
+
+    @cached_property
+    def percentiles(self) -> tuple[float, float]:
+        """The values that the window ``auto`` makes black and white."""
+        low, high = np.percentile(self._finite_values(), AUTO_PERCENTILES)
+        return float(low), float(high)
+
+    def _finite_values(self) -> np.ndarray[Any, np.dtype[Any]]:
+        finite: np.ndarray[Any, np.dtype[Any]] = self.values[np.isfinite(self.values)]
+        if not finite.size:
+            raise MedicalImageError("its voxels are NaN or infinity")
+        return finite
 
     def slice(self, axis: Axis, index: int) -> np.ndarray[Any, np.dtype[Any]]:
         """Return a slice (H, W) as radiologists see it.
@@ -77,23 +98,88 @@ class Volume:
 
 
 def read_volume(source: str | Path | IO[bytes]) -> Volume:
-    """Read a volume.
+    """Read a volume. That of a path stays in memory until another one is read, since its slices are read in turn.
 
     Raises:
         MedicalImageError: If it is damaged, has a fourth dimension, or is larger than its file allows.
     """
+    if isinstance(source, str | Path):
+        state = os.stat(source)
+        return _read_path(str(source), state.st_size, state.st_mtime_ns)
+    return _read_volume(source)
+
+
+@lru_cache(maxsize=1)
+def _read_path(path: str, size: int, modified_ns: int) -> Volume:
+    """Read a volume. Size and time of the last modification are part of the key of the cache."""
+    return _read_volume(path)
+
+
+def volume_shape(source: str | Path | IO[bytes]) -> tuple[int, int, int]:
+    """Return the shape of a volume in the orientation RAS+, from its header.
+
+    Raises:
+        MedicalImageError: If the header is damaged, or the volume has a fourth dimension.
+    """
+    nibabel = _import_nibabel()
+    with open_source(source) as file:
+        content = _inflated(file, header_only=True)
+    try:
+        header_class = nibabel.Nifti2Header if _is_second(content) else nibabel.Nifti1Header
+        header = header_class.from_fileobj(io.BytesIO(content))
+        shape = _three_sides(tuple(int(side) for side in header.get_data_shape()))
+        axes = nibabel.io_orientation(header.get_best_affine())[:, 0].astype(int).tolist()
+    except MedicalImageError:
+        raise
+    except Exception as error:  # nibabel raises many types
+        raise MedicalImageError(f"its header is damaged ({type(error).__name__})") from None
+    turned = [side for _, side in sorted(zip(axes, shape, strict=True))]
+    return turned[0], turned[1], turned[2]
+
+
+def num_slices(shape: tuple[int, int, int], axis: Axis) -> int:
+    """Return the number of slices of a volume across an axis."""
+    return shape[_AXIS_NUMBERS[axis]]
+
+
+def slice_size(shape: tuple[int, int, int], axis: Axis) -> tuple[int, int]:
+    """Return width and height of the slices of a volume across an axis."""
+    sides = list(shape)
+    sides.pop(_AXIS_NUMBERS[axis])
+    return sides[0], sides[1]
+
+
+def _import_nibabel() -> Any:  # noqa: ANN401  # a module
     nibabel = installed("nibabel", "a NIfTI volume", "medical")
     # It writes corrections of damaged headers to the standard error.
     logging.getLogger("nibabel.global").setLevel(logging.CRITICAL + 1)
+    return nibabel
+
+
+def _is_second(content: bytes) -> bool:
+    """Return whether a volume has the second format, NIfTI-2."""
+    return content[4:8] == _MAGIC[1]
+
+
+def _three_sides(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return a shape without further dimensions of 1; raise a MedicalImageError if it is not that of a volume."""
+    while len(shape) > 3 and shape[-1] == 1:
+        shape = shape[:-1]
+    if len(shape) != 3:
+        raise MedicalImageError(f"it has {len(shape)} dimensions larger than 1, not 3", "save each volume as a file")
+    if min(shape) < 1:
+        raise MedicalImageError(f"its header declares {shape[0]} x {shape[1]} x {shape[2]} voxels")
+    return shape[0], shape[1], shape[2]
+
+
+def _read_volume(source: str | Path | IO[bytes]) -> Volume:
+    nibabel = _import_nibabel()
     with open_source(source) as file:
         content = _inflated(file)
     try:
-        image_class = nibabel.Nifti2Image if content[4:8] == _MAGIC[1] else nibabel.Nifti1Image
+        image_class = nibabel.Nifti2Image if _is_second(content) else nibabel.Nifti1Image
         image = image_class.from_bytes(content)
-        shape = tuple(int(side) for side in image.shape)
-        while len(shape) > 3 and shape[-1] == 1:
-            shape = shape[:-1]
-        _check_shape(shape, image.header, len(content))
+        _check_size(_three_sides(tuple(int(side) for side in image.shape)), image.header, len(content))
         image = nibabel.as_closest_canonical(image)
         values = np.asanyarray(image.dataobj).reshape(image.shape[:3])
         spacing = [abs(float(zoom)) for zoom in image.header.get_zooms()[:3]]
@@ -109,12 +195,8 @@ def read_volume(source: str | Path | IO[bytes]) -> Volume:
     return Volume(values, (spacing[0], spacing[1], spacing[2]), limits)
 
 
-def _check_shape(shape: tuple[int, ...], header: Any, num_bytes: int) -> None:  # noqa: ANN401  # a header of nibabel
-    """Raise a MedicalImageError unless a volume has three dimensions, and the file all of its voxels."""
-    if len(shape) != 3:
-        raise MedicalImageError(f"it has {len(shape)} dimensions larger than 1, not 3", "save each volume as a file")
-    if min(shape) < 1:
-        raise MedicalImageError(f"its header declares {shape[0]} x {shape[1]} x {shape[2]} voxels")
+def _check_size(shape: tuple[int, int, int], header: Any, num_bytes: int) -> None:  # noqa: ANN401  # nibabel's header
+    """Raise a MedicalImageError unless a file has all voxels that its header declares."""
     declared = shape[0] * shape[1] * shape[2] * header.get_data_dtype().itemsize
     if declared > num_bytes:
         raise MedicalImageError(
@@ -123,15 +205,22 @@ def _check_shape(shape: tuple[int, ...], header: Any, num_bytes: int) -> None:  
         )
 
 
-def _inflated(file: IO[bytes]) -> bytes:
-    """Return the content of a volume's file, which may be compressed, up to the size that its header declares."""
+def _inflated(file: IO[bytes], header_only: bool = False) -> bytes:
+    """Return the content of a volume's file, which may be compressed, up to the size that its header declares.
+
+    Args:
+        file: The file.
+        header_only: Whether to return the header only.
+    """
     beginning = file.read(2)
     file.seek(0)
     if beginning != _GZIP:
-        return file.read()
+        return file.read(HEADER_BYTES + 192 if header_only else -1)
     try:
         with gzip.GzipFile(fileobj=file) as inflated:
             header = inflated.read(HEADER_BYTES + 192)
+            if header_only:
+                return header
             largest = min(_declared_bytes(header), LARGEST_VOLUME)
             return header + inflated.read(largest)
     except (EOFError, OSError, ValueError, struct.error) as error:
@@ -192,10 +281,10 @@ def decode_label_slice(source: str | Path | IO[bytes], number: int | None, axis:
 
 def _slice_index(volume: Volume, number: int | None, axis: Axis) -> int:
     """Return the index of a slice by its number from 1; None for the one in the middle."""
-    num_slices = volume.num_slices(axis)
-    chosen = num_slices // 2 + 1 if number is None else number
-    if not 1 <= chosen <= num_slices:
-        raise MedicalImageError(f"it has {num_slices} {axis} slices, and none of number {chosen}")
+    count = num_slices(volume.shape, axis)
+    chosen = count // 2 + 1 if number is None else number
+    if not 1 <= chosen <= count:
+        raise MedicalImageError(f"it has {count} {axis} slices, and none of number {chosen}")
     return chosen - 1
 
 
@@ -205,15 +294,11 @@ def _window_of_volume(volume: Volume, window: Window) -> GreyWindow:
         return GreyWindow(*window)
     if window in PRESETS:
         return GreyWindow(*PRESETS[window])
-    finite = cast(FloatArray, volume.values[np.isfinite(volume.values)])
-    if not finite.size:
-        raise MedicalImageError("its voxels are NaN or infinity")
     if window == AUTO:
-        low, high = np.percentile(finite, AUTO_PERCENTILES)
-        return range_window(float(low), float(high))
+        return range_window(*volume.percentiles)
     place = place_in_file(window)
     if place:
         raise MedicalImageError(f"a NIfTI volume has no window of number {place + 1}", "set window to file")
     if volume.limits is not None:
         return range_window(*volume.limits)
-    return range_window(float(finite.min()), float(finite.max()))
+    return range_window(*volume.extremes)

@@ -17,7 +17,7 @@ from perada.core.text import plain_number
 from perada.data.medical.dicom import decode_dicom
 from perada.data.medical.errors import MedicalImageError
 from perada.data.medical.headers import is_dicom, is_directory, open_source, pixel_format, read_dataset
-from perada.data.medical.nifti import Axis, decode_nifti, is_nifti, read_volume
+from perada.data.medical.nifti import Axis, decode_nifti, is_nifti, num_slices, slice_size, volume_shape
 from perada.data.medical.windows import FILE, Window, check_window
 
 Kind = Literal["DICOM", "NIfTI"]
@@ -197,8 +197,7 @@ def size_of_medical(source: str | Path | IO[bytes], kind: Kind, reading: Medical
     if isinstance(source, str | Path):
         source = split_number(source).file
     if kind == "NIfTI":
-        height, width = read_volume(source).slice(reading.axis, 0).shape
-        return width, height
+        return slice_size(volume_shape(source), reading.axis)
     with open_source(source) as file:
         stored_as = pixel_format(read_dataset(file, with_pixels=False))
     return stored_as.columns, stored_as.rows
@@ -217,7 +216,7 @@ def count_frames(path: str, kind: Kind, axis: Axis) -> int:
 def _count_frames(path: str, kind: Kind, axis: Axis, size: int, modified_ns: int) -> int:
     """Count frames. Size and time of the last modification are part of the key of the cache."""
     if kind == "NIfTI":
-        return read_volume(path).num_slices(axis)
+        return num_slices(volume_shape(path), axis)
     with open_source(path) as file:
         return pixel_format(read_dataset(file, with_pixels=False)).num_frames
 

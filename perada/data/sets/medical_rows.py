@@ -16,7 +16,7 @@ import numpy as np
 from perada.core.text import abbreviated
 from perada.data.medical.errors import MedicalImageError
 from perada.data.medical.headers import open_source, read_dataset, text
-from perada.data.medical.nifti import read_volume
+from perada.data.medical.nifti import num_slices, read_volume
 from perada.data.medical.reading import Kind, MedicalReading, count_frames, known_kinds, with_number
 from perada.data.sets.base import Manifest
 
@@ -89,7 +89,10 @@ def _frame_numbers(
     except (MedicalImageError, OSError):
         # Reading the mask names the problem.
         return reading.chosen_frames(num_frames)
-    shown = [index for index in range(labels.num_slices(reading.axis)) if (labels.slice(reading.axis, index) > 0).any()]
+    shown = []
+    for index in range(num_slices(labels.shape, reading.axis)):
+        if (labels.slice(reading.axis, index) > 0).any():
+            shown.append(index)
     chosen = reading.chosen_frames(len(shown)) if shown else []
     return [shown[number - 1] + 1 for number in chosen]
 

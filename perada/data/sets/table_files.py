@@ -16,6 +16,7 @@ import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.checks import OptionError, installed
+from perada.data.medical.reading import MEDICAL_EXTENSIONS
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import explain_read_errors
 
@@ -63,7 +64,7 @@ def read_table(
         duplicates = [name for name, count in Counter(header).items() if count > 1]
         if duplicates:
             raise ValueError(f"several columns are called {duplicates[0]!r}")
-        files = [name for name in header if name.lower().endswith(IMG_EXTENSIONS)]
+        files = [name for name in header if name.lower().endswith(IMG_EXTENSIONS + MEDICAL_EXTENSIONS)]
         if files:
             raise ValueError(f"its first line has the image {files[0]!r}; add a line with names, such as path,label")
         if not row_numbers:
