@@ -29,20 +29,22 @@ class Factors(NamedTuple):
         down: Name of A, of shape (r, in), or (r, in, height, width) in a convolution.
         up: Name of B, of shape (out, r), or (out, r, 1, 1) in a convolution.
         scale: Factor s of the product.
+        weight: Name in the layer of the weight to which the product is added.
     """
 
     down: str
     up: str
     scale: float
+    weight: str = "weight"
 
     @property
     def base(self) -> str:
-        """Name of the weight to which the product is added.
+        """Full name of the weight to which the product is added.
 
         >>> Factors("fc.lora_A.default.weight", "fc.lora_B.default.weight", 2.0).base
         'fc.base_layer.weight'
         """
-        return f"{self.down.partition('.lora_A.')[0]}.base_layer.weight"
+        return f"{self.down.partition('.lora_A.')[0]}.base_layer.{self.weight}"
 
 
 class Merged(nn.Parameter):

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from perada.engine.frozen_layers import FrozenBatchNorm, FrozenConv2d
+from perada.engine.multihead_attention import StackedAttention
 from perada.engine.stacked_layers import (
     FoldContext,
     StackedBatchNorm,
@@ -36,6 +37,7 @@ TwinFactory = Callable[[nn.Module, FoldContext], nn.Module]
 """Function of a layer and the context of the passes that returns the layer's twin."""
 TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.Linear: StackedLinear,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: StackedLinear,  # the out-projection of torch's attention
     nn.Conv2d: StackedConv2d,
     nn.ConvTranspose2d: StackedConvTranspose2d,
     nn.PReLU: StackedPReLU,
@@ -127,6 +129,9 @@ class _ModelFolding:
         kind = type(module)
         if draws(module):
             return RANDOM_TWINS[kind](module, self.context)
+        if kind is nn.MultiheadAttention and (_drops_weights(module) or self._is_stacked(module)):
+            children = self._replace_children(module, module_path)
+            return StackedAttention(module, children, self.context, has_clients=not self._random_only)
         trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
         if not trained:
             substitute = _frozen_substitute(module)
@@ -143,6 +148,17 @@ class _ModelFolding:
             else:
                 self.missing[module_path or "the model itself"] = kind.__name__
         return self._copy_container(module, module_path)
+
+    def _is_stacked(self, module: nn.Module) -> bool:
+        """Return whether a module has trained parameters that get a client axis."""
+        return not self._random_only and any(parameter.requires_grad for parameter in module.parameters())
+
+    def _replace_children(self, module: nn.Module, module_path: str) -> dict[str, nn.Module | None]:
+        """Return the replacements of all children of a module, by name."""
+        children: dict[str, nn.Module | None] = {}
+        for name, child in module._modules.items():
+            children[name] = None if child is None else self.replace(child, f"{module_path}.{name}".lstrip("."))
+        return children
 
     def _copy_container(self, module: nn.Module, module_path: str) -> nn.Module:
         """Return a copy of a container with replaced children, or the container itself if no child is replaced."""
@@ -194,6 +210,11 @@ def draws(module: nn.Module) -> bool:
     return type(module) in RANDOM_TWINS and drop_rate(module) > 0
 
 
+def _drops_weights(module: nn.Module) -> bool:
+    """Return whether a module is torch's attention with a positive drop rate of its weights."""
+    return isinstance(module, nn.MultiheadAttention) and module.dropout > 0
+
+
 def without_dropout(model: nn.Module) -> nn.Module:
     """Set the rate of every layer that draws random numbers to 0, in place, and return the model."""
     for module in model.modules():
@@ -201,6 +222,8 @@ def without_dropout(model: nn.Module) -> nn.Module:
             # torch's layers call their rate "p", timm's "drop_prob".
             is_torch = drop_rate(module) == getattr(module, "p", None)
             setattr(module, "p" if is_torch else "drop_prob", 0.0)
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
     return model
 
 

@@ -179,7 +179,7 @@ class StackedLinear(StackedLayer):
             shape = [1] * leading_axes + [-1]
             return self.shifted(out, shape)
         x_CND = x_R.reshape(self.context.num_clients, -1, x_R.shape[-1])
-        out = _batched_linear(x_CND, self.weight, self.stacked("bias"))
+        out = batched_linear(x_CND, self.weight, self.stacked("bias"))
         return out.reshape(*x_R.shape[:-1], out.shape[-1])
 
 
@@ -206,7 +206,7 @@ class StackedConv2d(StackedLayer):
         tap = _only_tap(conv, x_R)
         if tap is not None:
             # All other taps fall on padding, so this is a linear map of the only pixel.
-            out = _batched_linear(x_CB.flatten(2), self.weight.flatten(3)[..., tap], bias)
+            out = batched_linear(x_CB.flatten(2), self.weight.flatten(3)[..., tap], bias)
             return out.flatten(0, 1)[..., None, None]
 
         if _is_pointwise(conv):
@@ -215,7 +215,7 @@ class StackedConv2d(StackedLayer):
                 row_step, column_step = conv.stride
                 x_CB = x_CB[..., ::row_step, ::column_step]
             pixels = x_CB.permute(0, 1, 3, 4, 2)  # (C, B, H', W', in)
-            out = _batched_linear(pixels.flatten(1, 3), self.weight.flatten(2), bias)
+            out = batched_linear(pixels.flatten(1, 3), self.weight.flatten(2), bias)
             out = out.view(*pixels.shape[:-1], -1)  # (C, B, H', W', out)
             return out.flatten(0, 1).permute(0, 3, 1, 2)
 
@@ -246,7 +246,7 @@ class StackedConv2d(StackedLayer):
         if bias is not None:
             bias = bias.repeat(1, output_map.height * output_map.width)
         flat_maps = x_R.permute(0, 2, 3, 1).flatten(1)
-        out = _batched_linear(_split_clients(flat_maps, len(weight)), matrices, bias)
+        out = batched_linear(_split_clients(flat_maps, len(weight)), matrices, bias)
         out_R = out.view(-1, output_map.height, output_map.width, conv.out_channels)
         return out_R.permute(0, 3, 1, 2)
 
@@ -322,7 +322,7 @@ def _join_clients(outputs: list[Tensor]) -> Tensor:
     return torch.cat(outputs)
 
 
-def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Map inputs (C, N, D_in) to (C, N, D_out) by each client's weight (C, D_out, D_in) and bias (C, D_out)."""
     # Autocast casts the inputs of torch's own product, but not those of a custom autograd function.
     dtype = autocast_dtype(x_CND, weight)

@@ -20,22 +20,44 @@ from perada.core.states import Merged, parameter_keys, trained_keys
 from perada.models.backbone import Backbone
 from perada.models.configurations import AdapterChoice, configure_adapter
 from perada.models.factors import branch_prefixes, lora_factors
+from perada.models.lora_attention import NOT_IN_ATTENTION, LoraAttention, LoraProjections, add_to_projections
 from perada.models.merging import TrainBackbone, make_mergeable
 from perada.models.targets import traits_of
 
 
-def check_attention(model: nn.Module, name: str) -> None:
-    """Raise a ValueError for adapters in or around torch's attention, which reads weights without calling layers."""
+def check_attention(model: nn.Module, config: PeftConfig, name: str) -> None:
+    """Raise a ValueError for adapters in or around torch's attention that would have no effect there.
+
+    The attention reads weights without calling the layers that have them.
+
+    Args:
+        model: The network with its adapter, after :func:`.add_to_projections`.
+        config: Configuration of the adapter.
+        name: Name of the network.
+    """
     for path, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention):
+            continue
+        attention = plain_name(path)
+        parent = model.get_submodule(path.rpartition(".")[0])
+        if isinstance(parent, LoraAttention | LoraProjections):
+            for option in NOT_IN_ATTENTION:
+                if getattr(config, option, None):
+                    raise OptionError(
+                        f"{option}={getattr(config, option)!r} has no effect in {attention!r} of backbone {name!r}, an "
+                        "nn.MultiheadAttention; leave the option out, or name other layers in target_modules",
+                        name=option,
+                        value=getattr(config, option),
+                    )
             continue
         is_adapted = path.endswith(".base_layer")
         has_adapted_layer = any("base_layer" in inner.split(".") for inner, _ in module.named_modules())
         if is_adapted or has_adapted_layer:
             raise ValueError(
-                f"an adapter cannot be inserted into {path.removesuffix('.base_layer')!r} of backbone {name!r}, an "
-                "nn.MultiheadAttention, which reads its layers' weights instead of calling them; name other layers in "
-                "target_modules, or choose 'bias_norm' or 'full'"
+                f"an adapter cannot be inserted into {attention!r} of backbone {name!r} in this way: an "
+                "nn.MultiheadAttention reads its layers' weights instead of calling them; choose LoRA and name the "
+                "attention itself in target_modules (or its 'q_proj_weight' and so on in target_parameters, if "
+                "keys have another size), name other layers, or choose 'bias_norm' or 'full'"
             )
 
 
@@ -151,7 +173,8 @@ def insert_adapter(
     config = configure_adapter(backbone, adapter, options)
     method = adapter if isinstance(adapter, str) else type(adapter).__name__
     peft_model = _wrap_or_explain(backbone, config, method)
-    check_attention(backbone.model, backbone.name)
+    add_to_projections(backbone.model)
+    check_attention(backbone.model, config, backbone.name)
     call_encoder_layers(backbone.model)
     copy_convolution_attributes(backbone.model)
     adapted = AdaptedModel(backbone, peft_model, config)
@@ -217,6 +240,8 @@ def _wrap_or_explain(backbone: Backbone, config: PeftConfig, adapter_name: str) 
         reason = " ".join(str(error).split())
         if not isinstance(error, ValueError):
             reason = f"{type(error).__name__}: {reason}"
+        if "same embed for query/key/value" in reason:
+            reason += " name its 'q_proj_weight', 'k_proj_weight' and 'v_proj_weight' in target_parameters"
         raise OptionError(
             f"adapter {adapter_name!r} does not fit backbone {backbone.name!r}: {reason}",
             name="adapter",

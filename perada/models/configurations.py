@@ -66,7 +66,9 @@ def configure_adapter(backbone: Backbone, adapter: AdapterChoice, options: dict[
     traits = traits_of(config)
     # PeftConfig itself declares none of these fields.
     untyped_config = cast(Any, config)
-    if getattr(config, "target_modules", "no such field") is None and not traits.finds_targets:
+    names_parameters = bool(getattr(config, "target_parameters", None))
+    chooses_layers = getattr(config, "target_modules", "no such field") is None and not names_parameters
+    if chooses_layers and not traits.finds_targets:
         fill_targets(backbone, config, cast(int | None, options.get("last_blocks")))
     if traits.feedforward is not None and untyped_config.feedforward_modules is None:
         untyped_config.feedforward_modules = []

@@ -11,6 +11,7 @@ from torch import nn
 from perada.adapters.dual_lora import DualLoraLayer
 from perada.core.checks import OptionError
 from perada.core.states import Factors
+from perada.models.lora_attention import LoraAttention
 
 RANDOM_INITIALISATIONS = (True, False, "gaussian", "orthogonal")
 """Values of ``init_lora_weights`` with which the factors are drawn at random, independently of anything else."""
@@ -70,11 +71,16 @@ def lora_factors(model: nn.Module) -> tuple[Factors, ...]:
         for path, layer, adapter_name in layers:
             down = f"{path}.lora_A.{adapter_name}.weight"
             up = f"{path}.lora_B.{adapter_name}.weight"
-            factors.append(Factors(down, up, float(layer.scaling[adapter_name])))
+            factors.append(Factors(down, up, float(layer.scaling[adapter_name]), adapted_weight(layer)))
     for path, scale in _dual_branches(model):
         for branch in ("shared", "private"):
             factors.append(Factors(f"{path}.{branch}_A.weight", f"{path}.{branch}_B.weight", scale))
     return tuple(factors)
+
+
+def adapted_weight(layer: LoraLayer) -> str:
+    """Return the name of the weight that a layer of LoRA adapts, in the layer that it wraps."""
+    return "in_proj_weight" if isinstance(layer, LoraAttention) else "weight"
 
 
 def _is_plain(layer: LoraLayer, adapter_name: str) -> bool:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from perada.core.seeding import seeded
 from perada.core.states import Merged, State, set_state
 from perada.engine.precision import tolerance_of
+from perada.models.factors import adapted_weight
+from perada.models.lora_attention import LoraAttention
 
 TrainBackbone = bool | Literal["merged"]
 """Which tensors of the backbone are in states: all (trained), none, or with ``"merged"`` the weights LoRA adapts."""
@@ -39,8 +41,10 @@ def make_mergeable(model: nn.Module) -> None:
         base = layer.get_base_layer()
         is_convolution = isinstance(base, nn.modules.conv._ConvNd) and base.groups == 1
         is_transposed = getattr(layer, "fan_in_fan_out", False)
-        if (is_convolution or isinstance(base, nn.Linear)) and not is_transposed:
-            base.weight = Merged(base.get_parameter("weight").data)
+        is_attention = isinstance(layer, LoraAttention)
+        if (is_convolution or is_attention or isinstance(base, nn.Linear)) and not is_transposed:
+            name = adapted_weight(layer)
+            setattr(base, name, Merged(base.get_parameter(name).data))
 
 
 def untie_base_layers(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from perada.adapters import (
 from perada.adapters.added import check_last_blocks, is_norm, modules_from_last_blocks
 from perada.adapters.residual import block_convolutions
 from perada.models.backbone import Backbone
+from perada.models.lora_attention import adapts_attention, is_packed
 
 IA3_SCALED = re.compile(r".*(attn\.qkv|attention\.[kv]_proj|attention\.(key|value))")
 IA3_FEEDFORWARD = re.compile(r".*mlp\.fc2")
@@ -83,6 +84,7 @@ def fill_targets(backbone: Backbone, config: PeftConfig, last_blocks: int | None
     if traits.adapts_norms:
         targets = [path for path, layer in layers.items() if is_norm(layer)]
     else:
+        attentions = [path for path, layer in layers.items() if adapts_attention(config) and is_packed(layer)]
         targets = [path for path in linears if traits.attention.fullmatch(path)]
         if traits.feedforward is not None:
             feedforward = [path for path in linears if traits.feedforward.fullmatch(path)]
@@ -90,7 +92,9 @@ def fill_targets(backbone: Backbone, config: PeftConfig, last_blocks: int | None
             if untyped_config.feedforward_modules is None:
                 untyped_config.feedforward_modules = feedforward
         if not targets:
-            targets = _default_layers(backbone.model, layers, linears, traits)
+            targets = _default_layers(backbone.model, layers, [*linears, *attentions], traits)
+        elif attentions:
+            targets += attentions
     if not targets:
         raise ValueError(_nothing_to_adapt(backbone, config))
     untyped_config.target_modules = _as_target_modules(backbone.model, targets)
@@ -138,7 +142,7 @@ def _default_layers(
     Args:
         model: The network.
         layers: Its modules that an adapter could wrap, by name.
-        linears: Names of the linear layers among them, without the head.
+        linears: Names of the linear layers among them, without the head, and of torch's attentions.
         traits: Traits of the method.
     """
     if not traits.adapts_convolutions:
@@ -209,13 +213,24 @@ def _uncalled_layers(backbone: Backbone) -> set[str]:
     for shape in _probable_image_shapes(backbone):
         try:
             image = _blank_image(model, shape)
-            with torch.no_grad(), recorded_calls(layers) as called:
+            with torch.no_grad(), _without_fused_encoders(), recorded_calls(layers) as called:
                 model(image)
         except Exception:  # layers raise errors of any kind
             # For example because the image is too small, which is reported later, for the real images.
             continue
         return layers.keys() - called
     return set()
+
+
+@contextmanager
+def _without_fused_encoders() -> Iterator[None]:
+    """Have torch's encoder layers call their layers meanwhile, as they do once there are adapters in them."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 def _probable_image_shapes(backbone: Backbone) -> list[tuple[int, int, int]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from perada.adapters.added import AddedLayer
 from perada.adapters.dual_lora import DualLoraLayer
 from perada.adapters.prompt import PromptLayer
+from perada.models.lora_attention import LoraProjections, add_to_projections
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
@@ -19,6 +20,7 @@ def unwrapped(network: nn.Module) -> nn.Module:
     and the trained head replaces the original one.
     """
     model = copy.deepcopy(network)
+    add_to_projections(model)
     # By these attributes, PEFT and transformers recognise networks with adapters. The class of a transformers network
     # also has the second one.
     for name in ("peft_config", "_hf_peft_config_loaded"):
@@ -59,6 +61,11 @@ def _plain_module(module: nn.Module) -> nn.Module:
         adapter_name = module.active_adapters[0]
         layers = [getattr(module, part)[adapter_name] for part in module.parts]
         return SequentialAdapter(module.base_layer, nn.Sequential(*layers))
+    if isinstance(module, LoraProjections):
+        # The wrappers of the other weights, which are inside, were replaced before.
+        module.merge(safe_merge=True)
+        attention: nn.Module = module.base_layer
+        return attention
     if isinstance(module, BaseTunerLayer):
         # The network may use the same weights in other places, which merging must not change.
         module.base_layer = copy.deepcopy(module.base_layer)

@@ -92,11 +92,16 @@ class Attends(nn.Module):
         return self.fc(self.mlp(x + self.attn(x, x, x)[0]).mean(1))
 
 
-def test_the_layers_in_torch_attention_are_left_alone():
-    assert wrapped(insert_adapter(build_backbone(Attends(), 3), "lora").model) == ["mlp"]
-    for targets in (["attn"], ["out_proj"]):
-        with pytest.raises(ValueError, match=r"'attn' of backbone 'Attends'.*MultiheadAtt"):
-            insert_adapter(build_backbone(Attends(), 3), peft.LoraConfig(target_modules=targets))
+def test_torch_attention_is_adapted_as_a_whole():
+    assert wrapped(insert_adapter(build_backbone(Attends(), 3), "lora").model) == [
+        "attn",
+        "attn.base_layer.out_proj",
+        "mlp",
+    ]
+    assert wrapped(insert_adapter(build_backbone(Attends(), 3), "ia3").model) == ["mlp"]
+    # The attention reads the weight of this layer, but does not call it.
+    with pytest.raises(ValueError, match=r"'attn' of backbone 'Attends'.*MultiheadAtt"):
+        insert_adapter(build_backbone(Attends(), 3), peft.LoraConfig(target_modules=["out_proj"]))
 
 
 def test_ln_tuning_takes_every_norm():

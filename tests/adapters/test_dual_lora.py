@@ -59,8 +59,8 @@ def test_targets_are_those_of_lora_and_the_slot_tells_the_branches_apart(make_ba
     assert dual.config.target_modules == lora.config.target_modules
     one, two = (find_tensor_names(each.model, each.backbone.head) for each in (lora, dual))
     assert len(two.factors) == 2 * len(one.factors)
-    assert {scale for *_, scale in two.factors} == {3.0}
-    factors = {key for down, up, _ in two.factors for key in (down, up)}
+    assert {factors.scale for factors in two.factors} == {3.0}
+    factors = {key for pair in two.factors for key in (pair.down, pair.up)}
     gates = {key for key in two.keys if ".gate." in key}
     assert two.shared | two.private == factors | gates == two.adapter
     assert not two.shared & two.private
@@ -74,7 +74,7 @@ def test_factors_give_what_is_added(make_backbone):
     model = insert_adapter(make_backbone("vit"), "dual_lora", r=2, lora_alpha=6).model.double()
     plain, state = make_backbone("vit").model.double(), model.state_dict()
     tensor_names, x = find_tensor_names(model, "head"), torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    for down, up, scale in tensor_names.factors:
+    for down, up, scale, _ in tensor_names.factors:
         state[up].normal_(std=0.1)
         path = down.split(".perada_")[0]
         plain.get_submodule(path).weight.data += scale * state[up] @ state[down]

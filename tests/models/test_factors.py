@@ -20,7 +20,7 @@ def test_factors_and_their_scale_are_what_peft_merges(backbone):
     module = slot_of(backbone, r=2, lora_alpha=6)
     state = module.model.state_dict()
     assert module.tensor_names.factors
-    for down, up, scale in module.tensor_names.factors:
+    for down, up, scale, _ in module.tensor_names.factors:
         assert {down, up} <= set(module.tensor_names.parameters)
         layer = module.model.get_submodule(down.split(".lora_A.")[0])
         torch.nn.init.normal_(layer.lora_B["default"].weight)

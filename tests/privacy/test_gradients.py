@@ -75,8 +75,24 @@ class Shared(nn.Module):
         return self.fc(self.inner(self.inner(x).tanh()).mean(1))
 
 
+class Attends(nn.Module):
+    """torch's own attention, with the tokens before the images."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 8, 8)
+        self.attn = nn.MultiheadAttention(8, 2)
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).permute(2, 0, 1)
+        return self.fc(self.attn(x, x, x)[0].square().mean(0))
+
+
 def model(kind):
     torch.manual_seed(0)
+    if kind == "attention/lora":
+        return insert_adapter(build_backbone(Attends(), CLASSES), "lora").model
     if kind == "shared":
         return insert_adapter(build_backbone(Shared(), CLASSES), "full").model
     if kind == "small":
@@ -97,6 +113,7 @@ KINDS = [
     "small",
     "shared",
     "test_vit/lora",
+    "attention/lora",
     "test_vit/gated",
     "test_vit/bottleneck",
     "test_vit/prompt",
