@@ -32,6 +32,16 @@ from perada.models.weight_files import cached_file, load_weights, no_weights
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+OTHERWISE = {
+    "dinov3_vit": "choose timm's 'vit_small_patch16_dinov3' or one of its other sizes",
+    "dinov3_convnext": "choose timm's 'convnext_tiny.dinov3_lvd1689m' or one of its other sizes",
+    "vit_mae": "choose timm's 'vit_base_patch16_224.mae' or one of its other sizes",
+    "siglip2": (
+        "choose weights for images of one size, such as 'hf:google/siglip2-base-patch16-224', or timm's "
+        "'vit_base_patch16_siglip_224.v2_webli'"
+    ),
+}
+"""Where else to find networks that transformers offers in a form that cannot be trained here, by their model type."""
 IMAGE = "perada_image"
 """Attribute of a run's network: the format of its images."""
 
@@ -527,7 +537,7 @@ def _from_transformers(
         _check_config_class(name, source, load_options)
         config = AutoConfig.from_pretrained(source, **load_options)
         _check_model_class(name, config)
-        size_of_weights = _image_side(getattr(config, "image_size", None))
+        size_of_weights = _image_side(getattr(_vision_config(config), "image_size", None))
         size = _configure_transformers(config, name, num_classes, has_weights, image_size, in_chans)
         if has_weights:
             model, report = _load_transformers(source, config, load_options)
@@ -546,7 +556,7 @@ def _from_transformers(
         _check_loaded(name, head, report)
     return_logits(model, config.num_labels)
     if has_weights and image_size is not None and image_size != size_of_weights:
-        _check_accepts_size(model, name, image_size, in_chans, size_of_weights)
+        _fit_image_size(model, name, image_size, in_chans, size_of_weights)
     return Backbone(model, name, head, _transformers_image_config(source, load_options, size, in_chans))
 
 
@@ -571,12 +581,23 @@ def _check_config_class(name: str, source: str, load_options: dict[str, Any]) ->
 
 
 def _check_model_class(name: str, model_config: "PretrainedConfig") -> None:
-    """Raise an OptionError if transformers would need code from the repository for the model itself."""
+    """Raise an OptionError if transformers has no classifier of images with such a configuration."""
     from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
-    needs_code = "AutoModelForImageClassification" in getattr(model_config, "auto_map", ())
-    if needs_code and type(model_config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+    kind = model_config.model_type
+    has_class = type(model_config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+    if "AutoModelForImageClassification" in getattr(model_config, "auto_map", ()) and not has_class:
         raise _own_code_error(name)
+    if has_class and kind not in OTHERWISE:
+        return
+    problem = "takes patches instead of images" if has_class else "has no image classifier in transformers"
+    remedy = OTHERWISE.get(kind, "choose a timm model")
+    raise _backbone_error(name, f"({kind}) {problem}; {remedy}, or pass an nn.Module with a head of your own")
+
+
+def _vision_config(model_config: "PretrainedConfig") -> Any:  # noqa: ANN401  # a configuration of any class
+    """Return the part of a configuration that describes the network for images, such as that of CLIP."""
+    return getattr(model_config, "vision_config", model_config)
 
 
 def _own_code_error(name: str) -> OptionError:
@@ -609,15 +630,19 @@ def _configure_transformers(
     """
     if num_classes is not None and num_classes != model_config.num_labels:
         model_config.num_labels = num_classes
-    if getattr(model_config, "num_channels", None) not in (None, in_chans):
+    vision_config = _vision_config(model_config)
+    if getattr(vision_config, "num_channels", None) not in (None, in_chans):
         if has_weights:
-            raise _other_weights_error("num_channels", in_chans, name, model_config.num_channels)
-        model_config.num_channels = in_chans
-    if image_size is not None and hasattr(model_config, "image_size") and not has_weights:
-        model_config.image_size = image_size
+            raise _other_weights_error("num_channels", in_chans, name, vision_config.num_channels)
+        vision_config.num_channels = in_chans
+    if model_config.model_type == "siglip":
+        # The classifier averages tokens, and does not use the layers that pool them otherwise.
+        vision_config.vision_use_head = False
+    if image_size is not None and hasattr(vision_config, "image_size") and not has_weights:
+        vision_config.image_size = image_size
     if image_size is not None:
         return image_size
-    return getattr(model_config, "image_size", None)
+    return getattr(vision_config, "image_size", None)
 
 
 def _image_side(image_size: object) -> object:
@@ -627,15 +652,37 @@ def _image_side(image_size: object) -> object:
     return image_size
 
 
-def _check_accepts_size(model: nn.Module, name: str, image_size: int, in_chans: int, size_of_weights: object) -> None:
-    """Raise an OptionError if a network of transformers does not run on images of another size than its weights'."""
+def _fit_image_size(model: nn.Module, name: str, image_size: int, in_chans: int, size_of_weights: object) -> None:
+    """Have a network of transformers accept images of another size than that of its weights.
+
+    Where it does not by itself, its embeddings of positions are interpolated in each pass.
+
+    Raises:
+        OptionError: If it accepts only the size of the weights.
+    """
     if size_of_weights is None:
+        return
+    image = torch.zeros(1, in_chans, image_size, image_size)
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(image)
+    except Exception:  # layers raise errors of any kind
+        model.register_forward_pre_hook(_interpolate_positions, with_kwargs=True)
+    else:
         return
     try:
         with torch.no_grad():
-            model.eval()(torch.zeros(1, in_chans, image_size, image_size))
-    except Exception as error:  # layers raise errors of any kind
+            model(image)
+    except Exception as error:  # see above
         raise _other_weights_error("image_size", image_size, name, size_of_weights) from error
+
+
+def _interpolate_positions(
+    module: nn.Module, args: tuple[object, ...], options: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Add the option of transformers to the arguments of a pass, as a hook of torch."""
+    return args, {"interpolate_pos_encoding": True, **options}
 
 
 def _other_weights_error(option: str, value: int, name: str, value_of_weights: object) -> OptionError:

@@ -206,7 +206,7 @@ def _uncalled_layers(backbone: Backbone) -> set[str]:
     """
     layers = {}
     for path, module in backbone.model.named_modules():
-        is_layer = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+        is_layer = isinstance(module, nn.Linear | nn.modules.conv._ConvNd | nn.MultiheadAttention)
         if is_layer and "forward" not in vars(module):
             layers[path] = module
     model = backbone.model.eval()

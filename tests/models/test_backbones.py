@@ -8,22 +8,31 @@ import numpy as np
 import pytest
 import timm
 import torch
+from peft import PeftModel
 from safetensors.torch import save_file
 from sklearn.datasets import load_sample_image
 from torch import nn
 from transformers import (
     AutoModelForImageClassification,
+    CLIPConfig,
+    CLIPVisionConfig,
     ConvNextConfig,
     ConvNextV2Config,
+    DeiTConfig,
     Dinov2Config,
     Dinov2WithRegistersConfig,
+    DINOv3ViTConfig,
     ResNetConfig,
     ResNetForImageClassification,
+    Siglip2Config,
+    SiglipConfig,
     ViTConfig,
     ViTForImageClassification,
+    ViTMAEConfig,
 )
 
 import perada.models.weight_files
+from perada.engine.fold_check import check_fold
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from perada.models.usage import check_usage
@@ -194,8 +203,9 @@ def test_transformers_half_precision_is_loaded_in_full(tmp_path):
 
 def test_transformers_misfits_are_rejected(tmp_path):
     tiny_vit(tmp_path)
-    with pytest.raises(ValueError, match=r"image_size=64, .*'hf:.*' .* 32"):
-        build_backbone(f"hf:{tmp_path}", 3, image_size=64)
+    # Smaller than a patch.
+    with pytest.raises(ValueError, match=r"image_size=4, .*'hf:.*' .* 32"):
+        build_backbone(f"hf:{tmp_path}", 3, image_size=4)
     state = tiny_vit(tmp_path).state_dict()
     lost = {key: value for key, value in state.items() if "layernorm_before" not in key}
     save_file(lost, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -225,6 +235,72 @@ def test_transformers_that_accept_any_image_size(tmp_path, kind):
     images = torch.rand(2, 3, 42, 42)
     adapted = insert_adapter(build_backbone(f"hf:{tmp_path}", 3, image_size=42), "lora")
     assert check_usage(adapted, images).problem is None
+
+
+IN_TOWER = {"vision_config": {key: value for key, value in TINY.items() if key != "num_labels"} | {"patch_size": 8}}
+ONE_SIZE = {
+    "vit": ViTConfig(**TINY, image_size=32, patch_size=8),
+    "deit": DeiTConfig(**TINY, image_size=32, patch_size=8, architectures=["DeiTForImageClassification"]),
+    "clip": CLIPConfig(vision_config={**IN_TOWER["vision_config"], "image_size": 32}, num_labels=3),
+    "siglip": SiglipConfig(vision_config={**IN_TOWER["vision_config"], "image_size": 32}, num_labels=3),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("vit", "deit"))) for kind in ONE_SIZE]
+)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_positions_are_interpolated_to_another_image_size(tmp_path, kind):
+    original = AutoModelForImageClassification.from_config(ONE_SIZE[kind]).eval()
+    original.save_pretrained(tmp_path)
+    own_size = build_backbone(f"hf:{tmp_path}", 3)
+    assert own_size.image_config.input_size == (3, 32, 32)
+    assert torch.equal(own_size.model(IMAGES), original(IMAGES).logits)
+    images = torch.rand(2, 3, 48, 48)
+    built = build_backbone(f"hf:{tmp_path}", 3, image_size=48)
+    assert built.image_config.input_size == (3, 48, 48)
+    assert torch.equal(built.model(images), original(images, interpolate_pos_encoding=True).logits)
+
+    adapted = insert_adapter(built, "lora")
+    assert check_usage(adapted, images).problem is None
+    assert check_fold(adapted.model, torch.stack([images, images + 1])) is None
+    torch.nn.init.normal_(next(value for key, value in adapted.model.named_parameters() if "lora_B" in key))
+    adapted.peft_model.save_pretrained(tmp_path / "adapter")
+    plain = PeftModel.from_pretrained(original, tmp_path / "adapter").eval()
+    expected = plain(images, interpolate_pos_encoding=True).logits
+    torch.testing.assert_close(adapted.model.eval()(images), expected)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_towers_have_their_own_sizes_and_channels(tmp_path, kind):
+    AutoModelForImageClassification.from_config(ONE_SIZE[kind]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"num_channels=1, .*'hf:.*' are for 3"):
+        build_backbone(f"hf:{tmp_path}", 3, in_chans=1)
+    random = build_backbone(f"hf:{tmp_path}", 3, pretrained=False, image_size=64, in_chans=1)
+    assert random.model(torch.rand(2, 1, 64, 64)).shape == (2, 3)
+
+
+def test_the_layers_of_siglip_that_pool_for_other_purposes_are_left_out(tmp_path):
+    AutoModelForImageClassification.from_config(ONE_SIZE["siglip"]).save_pretrained(tmp_path)
+    for adapter in ("lora", "bottleneck"):
+        usage = check_usage(insert_adapter(build_backbone(f"hf:{tmp_path}", 3), adapter), IMAGES)
+        assert (usage.problem, usage.unused) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("config", "remedy"),
+    [
+        (DINOv3ViTConfig(**TINY, patch_size=8), "vit_small_patch16_dinov3"),
+        (ViTMAEConfig(**TINY, patch_size=8), r"vit_base_patch16_224\.mae"),
+        (Siglip2Config(vision_config=IN_TOWER["vision_config"]), "siglip2-base-patch16-224"),
+        (CLIPVisionConfig(**IN_TOWER["vision_config"]), "timm"),
+    ],
+)
+def test_what_is_no_classifier_of_images_is_named(tmp_path, config, remedy):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"'hf:.*' \({config.model_type}\) .*{remedy}") as error:
+        build_backbone(f"hf:{tmp_path}", 3)
+    assert "\n" not in str(error.value)
 
 
 def test_transformers_resnet(tmp_path):
