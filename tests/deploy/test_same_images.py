@@ -238,7 +238,7 @@ def test_dicom_files_are_read_as_the_recipes_is(tmp_path):
     simulated = FederatedDataModule(dataset=images, partition=ByDomain("client"))
     for client in range(2):
         site_options = {"root": str(tmp_path / "all" / f"h{client}"), "layout": "{class}/*"}
-        site = written(tmp_path / f"site{client}", recipe, site_options).data
+        site = write_site(tmp_path / f"site{client}", recipe, site_options).data
         assert_same_images(simulated, site, client)
         assert site.preprocessing.medical.record() == {"window": [0.0, 300.0], "frames": 2, "axis": "axial"}
 
