@@ -13,7 +13,7 @@ distances, in the space of a network's last features.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ MAX_EXAMPLES = 300
 """Number of training images of a client that are kept for comparison, evenly spaced in its training set."""
 MIN_IMAGES_FOR_PRODUCTS = 4
 """Number of images from which on a matrix product saves time in comparisons with the training images."""
+CENTRAL_EXAMPLES = 48
+"""Number of training images with which a few images are compared first. An image near enough to some of them is typical
+whatever the others are, and their statistics stay in the caches."""
 LEAST_DEVIATION = 1e-3
 """Added to the deviation of a channel before the logarithm, which would be infinite for a channel that is constant."""
 LEAST_SCALE = 0.1
@@ -254,7 +257,11 @@ class TypicalImages:
         if self.neighbors == 0:
             return torch.ones(len(statistics), dtype=torch.bool, device=statistics.device)
         # Products take a tenth of the time of the distances, but not for a few images, and not on every GPU.
-        if len(statistics) < MIN_IMAGES_FOR_PRODUCTS or statistics.device.type != "cpu":
+        if statistics.device.type != "cpu":
+            return self._contains_exactly(statistics)
+        if len(statistics) < MIN_IMAGES_FOR_PRODUCTS:
+            if self._all_near_central_examples(statistics):
+                return torch.ones(len(statistics), dtype=torch.bool)
             return self._contains_exactly(statistics)
         scaled = (statistics - self.mean) / self.scale
         near_examples = _near_examples(scaled, self.examples, self.threshold)
@@ -262,6 +269,26 @@ class TypicalImages:
         is_undecided = ~is_typical & (near_examples.possibly.sum(1) >= self.neighbors)
         is_typical[is_undecided] = self._contains_exactly(statistics[is_undecided])
         return is_typical
+
+    @cached_property
+    def _central_examples(self) -> Tensor:
+        """The :data:`CENTRAL_EXAMPLES` examples next to the mean, which are near to most other ones."""
+        order = self.examples.square().sum(1).argsort()
+        return self.examples[order[:CENTRAL_EXAMPLES]].contiguous()
+
+    @cached_property
+    def _threshold_as_number(self) -> float:
+        return float(self.threshold)
+
+    def _all_near_central_examples(self, statistics: Tensor) -> bool:
+        """Return whether images, given their statistics (B, D), are typical by their distances to central examples.
+
+        The distances are those of :meth:`distances` to the bit. If k of them are not above the threshold, nor is the
+        one to the k-th nearest example.
+        """
+        scaled = (statistics - self.mean) / self.scale
+        distances = _pairwise_distances(scaled, self._central_examples).kthvalue(self.neighbors, 1).values
+        return all(distance <= self._threshold_as_number for distance in distances.tolist())
 
     def _contains_exactly(self, statistics: Tensor) -> Tensor:
         """Return the mask of :meth:`contains`, by distances."""

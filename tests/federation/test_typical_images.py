@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images that look like a client's training images: their statistics, distances and threshold, by plain loops."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 
 from perada.core.checks import OptionError
 from perada.engine.engine import Engine
-from perada.federation.typical_images import LEAST_DEVIATION, ImageStatistics, TypicalImages
+from perada.federation.typical_images import CENTRAL_EXAMPLES, LEAST_DEVIATION, ImageStatistics, TypicalImages
 
 RANDOM = torch.Generator().manual_seed(0)
 
@@ -148,6 +150,23 @@ def test_almost_all_new_images_of_the_same_kind_are_typical_and_hardly_any_of_an
     other = typical.contains(torch.randn(1000, 20, generator=RANDOM) + 2).float().mean()
     assert 0.96 < same < 0.999
     assert other < 0.01
+
+
+@pytest.mark.parametrize("num_examples", [10, CENTRAL_EXAMPLES, 300])
+def test_single_images_are_compared_with_the_distance_to_the_third_nearest_example(num_examples):
+    """Also those at the threshold to the bit, which central examples must not decide otherwise."""
+    examples = torch.randn(num_examples, 30, generator=RANDOM)
+    direction = torch.randn(60, 30, generator=RANDOM)
+    others = torch.cat([examples[:60], torch.linspace(0, 3, 60).unsqueeze(1) * direction])
+    typical = TypicalImages.of(examples)
+    scaled = (others - typical.mean) / typical.scale
+    differences = torch.cdist(scaled, typical.examples, compute_mode="donot_use_mm_for_euclid_dist")
+    third = differences.sort(1).values[:, 2]
+    for threshold in (typical.threshold, third.median(), torch.nextafter(third.median(), torch.tensor(0.0))):
+        limited = replace(typical, threshold=threshold)
+        found = [bool(limited.contains(image.unsqueeze(0))) for image in others]
+        assert found == (third <= threshold).tolist()
+        assert 0 < sum(found) < len(others)
 
 
 @pytest.mark.parametrize("copies", [1, 4])
