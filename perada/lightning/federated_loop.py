@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
@@ -235,6 +236,8 @@ class FederatedLoop(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Build the model, and check that model, data and algorithm are compatible."""
         watch_signals()
+        if stage == "fit" and torch.is_inference_mode_enabled():
+            raise RuntimeError("training needs gradients, which torch.inference_mode() disables; train outside of it")
         data = datamodule_of(trainer)
         if not isinstance(data, FederatedDataModule):
             raise TypeError(

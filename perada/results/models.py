@@ -269,7 +269,9 @@ class Models:
         check_type("broken", broken, dict, "{}")
         preprocessing = self.preprocessing
         task = make_task(self.info["task"])
-        predictor = self._make_predictor(client, prediction, check_device(device))
+        # A caller may be in inference mode, in which networks can be neither changed nor searched for frozen layers.
+        with torch.inference_mode(False):
+            predictor = self._make_predictor(client, prediction, check_device(device))
         all_images = [PlacedImage(place, image) for place, image in enumerate(as_list(images))]
         if not all_images:
             raise ValueError("there are no images; pass at least one")

@@ -82,6 +82,13 @@ def test_a_trainer_has_one_loop():
     )
 
 
+def test_training_in_inference_mode_is_rejected_before_it_begins():
+    one = loop()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"gradients.*inference_mode"):
+        trainer(one).fit(module(), data())
+    trainer(one).fit(module(), data())
+
+
 def test_noise_does_not_cancel_in_the_difference_of_two_rounds():
     """Of one fit of two rounds, on clients whose images have no gradient: seeded noise is another in each round."""
     states = []

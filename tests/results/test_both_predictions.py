@@ -57,6 +57,21 @@ def test_each_model_can_be_chosen(run, tiny):
         assert run.predict(images).answered_by
 
 
+@pytest.mark.parametrize("prediction", ["both", "personal", "global"])
+def test_a_caller_may_be_in_inference_mode(run, tiny, prediction, tmp_path):
+    images = torch.cat([part.tensors[0] for part in shifted(tiny).test])
+    outside = run.predict(images, 1, prediction=prediction)
+    run.save(tmp_path / "saved")
+    with torch.inference_mode():
+        inside = run.predict(images, 1, prediction=prediction)
+        loaded = perada.Run.load(tmp_path / "saved", backbone=tiny.net()).predict(images, 1, prediction=prediction)
+    torch.testing.assert_close(inside.probabilities, outside.probabilities, atol=0, rtol=0)
+    torch.testing.assert_close(loaded.probabilities, outside.probabilities)
+    if prediction == "both":
+        assert inside.typical.tolist() == outside.typical.tolist() == loaded.typical.tolist()
+        assert len(set(inside.typical.tolist())) == 2
+
+
 @pytest.mark.parametrize("adapter", ["full", "head"])
 def test_a_model_that_no_image_of_a_batch_needs_does_not_run(tiny, adapter):
     """Outputs of a broken model are NaN, and so would be what is computed with them."""
