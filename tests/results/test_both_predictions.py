@@ -6,6 +6,7 @@ import csv
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import TensorDataset
 
 import perada
 from perada.cli.main import main
@@ -57,19 +58,34 @@ def test_each_model_can_be_chosen(run, tiny):
         assert run.predict(images).answered_by
 
 
-@pytest.mark.parametrize("prediction", ["both", "personal", "global"])
-def test_a_caller_may_be_in_inference_mode(run, tiny, prediction, tmp_path):
-    images = torch.cat([part.tensors[0] for part in shifted(tiny).test])
-    outside = run.predict(images, 1, prediction=prediction)
+def test_a_caller_may_be_in_inference_mode(tmp_path):
+    """Networks can be neither changed nor searched for frozen layers there."""
+    random = torch.Generator().manual_seed(0)
+    clients = []
+    for brightness in (0.0, 4.0):
+        images = torch.randn(12, 3, 16, 16, generator=random) + brightness
+        clients.append(TensorDataset(images, torch.arange(12) % 2))
+    run = perada.finetune(
+        "test_resnet",
+        perada.FederatedData(clients, clients),
+        pretrained=False,
+        adapter="head",
+        algorithm="ditto",
+        rounds=1,
+        evaluation={"prediction": "both"},
+    )
     run.save(tmp_path / "saved")
-    with torch.inference_mode():
-        inside = run.predict(images, 1, prediction=prediction)
-        loaded = perada.Run.load(tmp_path / "saved", backbone=tiny.net()).predict(images, 1, prediction=prediction)
-    torch.testing.assert_close(inside.probabilities, outside.probabilities, atol=0, rtol=0)
-    torch.testing.assert_close(loaded.probabilities, outside.probabilities)
-    if prediction == "both":
-        assert inside.typical.tolist() == outside.typical.tolist() == loaded.typical.tolist()
-        assert len(set(inside.typical.tolist())) == 2
+    images = torch.cat([client.tensors[0] for client in clients])
+    for prediction in ("both", "personal", "global"):
+        outside = run.predict(images, 1, prediction=prediction)
+        with torch.inference_mode():
+            inside = run.predict(images, 1, prediction=prediction)
+            loaded = perada.Run.load(tmp_path / "saved").predict(images, 1, prediction=prediction)
+        torch.testing.assert_close(inside.probabilities, outside.probabilities, atol=0, rtol=0)
+        torch.testing.assert_close(loaded.probabilities, outside.probabilities)
+        if prediction == "both":
+            assert inside.typical.tolist() == outside.typical.tolist() == loaded.typical.tolist()
+            assert len(set(inside.typical.tolist())) == 2
 
 
 @pytest.mark.parametrize("adapter", ["full", "head"])
