@@ -15,8 +15,7 @@ from benchmarks.gpu import runner
 from benchmarks.gpu.parts import PARTS, Part, Setting
 from benchmarks.gpu.runner import missing_fashion_mnist, read_outcomes, required_modules, run_parts
 from benchmarks.gpu.tables import BEGIN, END, page, write_into
-from perada.cli import main
-from perada.studies.compare import command
+from tests.comparisons import plan_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -214,7 +213,8 @@ def test_the_command_of_each_part_can_be_parsed(part, quick, tmp_path, monkeypat
         assert (BENCHMARKS[rest[0]], "--quick" in rest) == (BENCHMARKS[part.name], quick)
         assert rest[rest.index("--output") + 1] == str(tmp_path / f"{part.name}.json")
     else:
-        plan = plan_of(rest, monkeypatch)
+        assert rest[0] == "compare"
+        plan = plan_of(monkeypatch, *rest[1:])
         assert len(plan.rows) == {"hospitals_lite0": 2 if quick else 8, "hospitals_lite0_8_of_20": 1}[part.name]
         assert plan.seeds == ([0] if quick else [0, 1, 2])
         for row in plan.rows:
@@ -224,25 +224,6 @@ def test_the_command_of_each_part_can_be_parsed(part, quick, tmp_path, monkeypat
             assert cli.trainer.max_epochs == (1 if quick else 60)
             assert cli.model.adapter == "residual"
             assert len(cli.datamodule.division.dataset.names) == 20
-
-
-class Planned(Exception):
-    """Raised where the runs would begin."""
-
-
-def plan_of(words, monkeypatch):
-    """What `perada compare` would run."""
-    assert words[0] == "compare"
-    plans = []
-
-    def stop(comparison):
-        plans.append(comparison.plan)
-        raise Planned
-
-    monkeypatch.setattr(command.ComparisonRunner, "run", stop)
-    with pytest.raises(Planned):
-        main(words)
-    return plans[0]
 
 
 def test_on_a_gpu_nothing_runs_on_the_cpu(tmp_path):

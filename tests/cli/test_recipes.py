@@ -21,7 +21,7 @@ from perada.cli.parser import spelt_out
 from perada.cli.recipes import find_recipe, is_comparison, shipped_recipes
 from perada.cli.recipes import recipe_text as merged
 from perada.cli.runs import PeradaCLI
-from perada.studies.compare import command
+from tests.comparisons import plan_of
 
 from ..algorithms.problems import ADAPTER_OF
 from ..data.miniatures import DOMAINS, HOSPITALS, write_chexpert, write_hospitals, write_office_home
@@ -440,25 +440,6 @@ def check_recipe(path, lines, content):
     if path.parent.name != "method":
         assert isinstance(content["seed_everything"], int), path
         assert content["trainer"]["max_epochs"] > 0, path
-
-
-class Planned(Exception):
-    """Raised where the runs would begin."""
-
-
-def plan_of(monkeypatch, comparison_name):
-    """Return what `perada compare` would run, without running it."""
-    plans = []
-
-    def stop(comparison):
-        plans.append(comparison.plan)
-        raise Planned
-
-    monkeypatch.setattr(command.ComparisonRunner, "run", stop)
-    with pytest.raises(Planned):
-        main(["compare", comparison_name])
-    (plan,) = plans
-    return plan
 
 
 @pytest.mark.slow

@@ -334,26 +334,24 @@ def test_a_layer_used_in_two_ways_and_one_not_at_all(engine, clipping):
     assert_same(answer, by_hand(net, asked, clipping, 0.2))
 
 
-@pytest.mark.parametrize("engine", ["folded", "opacus"])
-@pytest.mark.parametrize("padding", [0, 1])
-def test_convolutions_whose_activations_are_channels_last(engine, padding):
-    torch.manual_seed(0)
+def strided_layers(padding):
     layers = [nn.Conv2d(3, 6, 3, stride=2, padding=padding), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.ReLU()]
-    net = nn.Sequential(*layers, nn.Conv2d(8, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
-    net = insert_adapter(build_backbone(net, CLASSES), "full").model.to(memory_format=torch.channels_last)
-    asked = query(net)
-    answer = NoisyGradients(
-        Privacy(0.0, max_norm=0.2, engine=engine), Engine(net, channels_last=True), Classification()
-    )(asked)
-    assert_same(answer, by_hand(net, asked, "flat", 0.2))
+    return [*layers, nn.Conv2d(8, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES)]
+
+
+def layers_of_one_position(groups):
+    layers = [nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 3, padding=1, groups=groups), nn.ReLU()]
+    return [*layers, nn.Flatten(), nn.Linear(8, CLASSES)]
 
 
 @pytest.mark.parametrize("engine", ["folded", "opacus"])
-@pytest.mark.parametrize("groups", [1, 8])
-def test_padded_convolutions_of_a_single_position_that_are_channels_last(engine, groups):
+@pytest.mark.parametrize(
+    ("make_layers", "argument"),
+    [(strided_layers, 0), (strided_layers, 1), (layers_of_one_position, 1), (layers_of_one_position, 8)],
+)
+def test_convolutions_whose_activations_are_channels_last(engine, make_layers, argument):
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 3, padding=1, groups=groups), nn.ReLU()]
-    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, CLASSES))
+    net = nn.Sequential(*make_layers(argument))
     net = insert_adapter(build_backbone(net, CLASSES), "full").model.to(memory_format=torch.channels_last)
     asked = query(net)
     answer = NoisyGradients(

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import perada
 from perada.core.states import get_state, parameter_keys, stack
@@ -17,6 +16,8 @@ from perada.server import Distillation, Distiller
 from perada.server.distill import PUBLIC_BATCH, TeacherBatches
 from tests.options import sections
 from tests.rejections import rejects
+
+from .federations import three_clients
 
 ENGINES = pytest.mark.parametrize("kind", ["folded", "loop"])
 STEPS = torch.tensor([[0, 1, 4], [4, 0, 1], [2, 3, 0], [3, 3, 1]])
@@ -195,21 +196,11 @@ def test_rows_of_the_batches_are_the_images_of_the_steps(mode, public):
             assert plan.index_batches[int(batch.unique())].tolist() == sorted(step.tolist())
 
 
-def task():
-    random = torch.Generator().manual_seed(3)
-
-    def part(n):
-        x = torch.randn(n, 1, 5, 5, generator=random, dtype=torch.float64)
-        return TensorDataset(x, torch.arange(n) % 3)
-
-    return perada.FederatedData([part(n) for n in (9, 4, 6)], public=TensorDataset(part(10).tensors[0]))
-
-
 def run(folder, rounds, engine="auto", teacher_mode="train", **options):
     torch.manual_seed(0)
     return perada.finetune(
         network().to(options.pop("dtype", torch.float64)),
-        task(),
+        three_clients(),
         **sections(
             adapter="full",
             rounds=rounds,

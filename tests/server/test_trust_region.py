@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import FedDF, FedEnsemble
@@ -17,6 +16,8 @@ from perada.engine import Engine
 from perada.server import Distillation, Distiller, SecureSums
 from perada.server.distill import PUBLIC_BATCH, TeacherBatches
 from tests.options import sections
+
+from .federations import three_clients
 
 STEPS = torch.tensor([[0, 1, 4], [4, 0, 1], [2, 3, 0], [3, 3, 1]])
 OPTIONS = {"lr": 0.1, "optimizer": "sgd", "schedule": "constant"}
@@ -163,22 +164,12 @@ def test_teachers_see_each_public_image_once_in_batches_of_equal_sizes(public):
     assert torch.cat(plan.index_batches).tolist() == indices[0].tolist()
 
 
-def task():
-    random = torch.Generator().manual_seed(3)
-
-    def part(n):
-        x = torch.randn(n, 1, 5, 5, generator=random, dtype=torch.float64)
-        return TensorDataset(x, torch.arange(n) % 3)
-
-    return perada.FederatedData([part(n) for n in (9, 4, 6)], public=TensorDataset(part(10).tensors[0]))
-
-
 def run(folder, rounds, lr_local=0.1, **options):
     torch.manual_seed(0)
     arguments = {"steps": 5, "batch_size": 6, "lr": 0.05} | options.pop("distillation", {})
     return perada.finetune(
         network(),
-        task(),
+        three_clients(),
         **sections(
             adapter="full",
             rounds=rounds,

@@ -29,7 +29,7 @@ from perada.results.formats import export_model
 from perada.server.distill import Distillation, TeacherBatches
 from perada.tasks import Segmentation
 from perada.tasks.geometry import augment
-from tests.masks import SIZE, UNet, hospitals, squares
+from tests.masks import SIZE, UNet, dice_loss, hospitals, squares
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,7 @@ def test_a_round_equals_a_loop_over_clients(network, engine, loss):
         if loss == "cross_entropy":
             value = F.cross_entropy(logits, masks.long())
         else:
-            p = logits.softmax(1)
-            g = F.one_hot(masks.long(), 3).movedim(-1, 1)
-            dice = (2 * (p * g).sum((2, 3)) + 1) / (p.sum((2, 3)) + g.sum((2, 3)) + 1)
-            value = (1 - dice.mean(1)).mean()
+            value = dice_loss(logits, masks)
         value.backward()
         updates.append([parameter - 0.1 * parameter.grad for parameter in model.parameters()])
     trained = dict(run.global_model().named_parameters())
@@ -309,10 +306,7 @@ def test_a_client_that_joins_equals_a_plain_loop(network):
     anchor = [parameter.detach().clone() for parameter in model.parameters()]
     for _ in range(2):
         logits = model(prepare_images(images))
-        p = logits.softmax(1)
-        g = F.one_hot(masks.long(), 3).movedim(-1, 1)
-        dice = (2 * (p * g).sum((2, 3)) + 1) / (p.sum((2, 3)) + g.sum((2, 3)) + 1)
-        loss = F.cross_entropy(logits, masks.long()) + (1 - dice.mean(1)).mean()
+        loss = F.cross_entropy(logits, masks.long()) + dice_loss(logits, masks)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient, start in zip(model.parameters(), gradients, anchor, strict=True):

@@ -38,6 +38,7 @@ from perada.studies.compare.tables import curve_tables, grid_table, summary
 from perada.system.digests import KEY
 from perada.tasks import Classification, Regression
 from tests import recipes
+from tests.comparisons import plan_of
 from tests.digests import without
 
 comparison = partial(file.expand_comparison, find=comparison_file)
@@ -430,11 +431,8 @@ class Mine(Ditto):
 
 def test_a_class_of_ones_own_is_a_row_by_its_path(recipe, monkeypatch):
     Path("own_rows.py").write_text(MINE)
-    plans = []
-    monkeypatch.setattr(ComparisonRunner, "run", lambda comparison: plans.append(comparison.plan) or 0)
     tune = "--tune=own_rows.Mine:federated.algorithm.strength=0.5,2"
-    main(["compare", recipe, "--algorithms", "fedavg", "own_rows.Mine", tune])
-    (plan,) = plans
+    plan = plan_of(monkeypatch, recipe, "--algorithms", "fedavg", "own_rows.Mine", tune)
     assert [row[1] for row in plan.rows] == ["fedavg", "own_rows.Mine"]
     assert [plan.count(name) for name in ("fedavg", "own_rows.Mine")] == [0, 2]
     job = plan.job(plan.rows[1], 0, "run", {"federated.algorithm.strength": "2"})
@@ -936,29 +934,14 @@ def test_a_grid_can_be_that_of_some_algorithms(recipe, read_results, capsys):
 
 @pytest.mark.slow
 def test_settings_of_some_algorithms_reach_their_runs_only(recipe, monkeypatch):
-    plans = []
-
-    class Planned(Exception):
-        pass
-
-    def stop(comparison):
-        plans.append(comparison.plan)
-        raise Planned
-
-    monkeypatch.setattr(ComparisonRunner, "run", stop)
     words = [
         "--set",
         "fedavg,ditto:training.lr_local+training.lr_personal=0.3",
         "ditto:federated.algorithm.prox_strength=7",
     ]
-    for before in (
-        [],
-        ["--training.lr_local=0.9"],
-    ):  # what is said of one algorithm counts more than what is said of all
-        with pytest.raises(Planned):
-            main(["compare", recipe, "--algorithms", "fedavg", "ditto", "perada_no_kd", *before, *words])
-        (plan,) = plans
-        plans.clear()
+    # An option of one algorithm counts more than an option of all.
+    for before in ([], ["--training.lr_local=0.9"]):
+        plan = plan_of(monkeypatch, recipe, "--algorithms", "fedavg", "ditto", "perada_no_kd", *before, *words)
         clis = {row[1]: plan.make_cli(plan.job(row, 0, "run", {}).args) for row in plan.rows}
         rates = {name: cli.config.training.lr_local for name, cli in clis.items()}
         assert rates["fedavg"] == rates["ditto"] == 0.3
@@ -975,10 +958,7 @@ CHANGED = {"data": {"flip": True, "partition": BALANCED}, "training": {"lr_local
 def test_variants_are_rows_of_several_changes_each(recipe, tmp_path, monkeypatch):
     section = {"recipes": [recipe], "algorithms": ["ditto", "fedavg"], "variants": {"as it is": {}, "both": CHANGED}}
     (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"compare": section, "training": {"lr_local": 0.7}}))
-    plans = []
-    monkeypatch.setattr(ComparisonRunner, "run", lambda comparison: plans.append(comparison.plan) or 0)
-    main(["compare", "rows.yaml"])
-    (plan,) = plans
+    plan = plan_of(monkeypatch, "rows.yaml")
     jobs = [plan.job(row, 0, "run", {}) for row in plan.rows]
     labels = ["ditto, as it is", "ditto, both", "fedavg, as it is", "fedavg, both"]
     assert [job.label for job in jobs] == labels
@@ -1052,15 +1032,12 @@ def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read_results, 
 
 def test_settings_are_chosen_by_the_prediction_that_clients_make(recipe, monkeypatch):
     """FedAvg's clients have one model to predict with, Ditto's and those that fine-tune FedAvg's have two."""
-    plans = []
-    monkeypatch.setattr(ComparisonRunner, "run", lambda comparison: plans.append(comparison.plan) or 0)
-    command = ["compare", recipe, "--algorithms", "fedavg", "standalone", "ditto", "fedavg_ft"]
-    grid = ["--tune", "training.lr_local=0.1,0.3"]
-    main([*command, *grid, "--evaluation.prediction=both"])
-    main([*command, *grid])
-    main([*command, *grid, "--evaluation.prediction=both", "--choose_by", "personal/local_test"])
+    words = [recipe, "--algorithms", "fedavg", "standalone", "ditto", "fedavg_ft"]
+    words += ["--tune", "training.lr_local=0.1,0.3"]
+    both_models = "--evaluation.prediction=both"
     chosen_by = []
-    for plan in plans:
+    for options in ([both_models], [], [both_models, "--choose_by", "personal/local_test"]):
+        plan = plan_of(monkeypatch, *words, *options)
         chosen_by.append([plan.job(row, 0, "tune", {}).chosen_by for row in plan.rows])
     one = ["personal/local_test", "personal/global_test"]
     both = ["both/local_test", "both/global_test"]
