@@ -110,7 +110,7 @@ class _ImageFacts(NamedTuple):
         digest: Hash of the decoded pixels, in the size of the file.
         image_size: Width and height.
         mode: Pillow's mode, or the number of channels.
-        error: Why the image cannot be read; empty if it can.
+        problem: Why the image cannot be read; empty if it can.
         num_frames: Number of pictures in the file.
         brightest: Largest value of a grey image with integers of more than 8 bits, else 0.
         header: Facts in the header of a medical image; None for others.
@@ -120,7 +120,7 @@ class _ImageFacts(NamedTuple):
     digest: bytes = b""
     image_size: tuple[int, int] = (0, 0)
     mode: str = ""
-    error: str = ""
+    problem: str = ""
     num_frames: int = 1
     brightest: int = 0
     header: HeaderFacts | None = None
@@ -153,7 +153,7 @@ def inspect_division(division: Division, run_options: RunOptions | None = None) 
     num_classes = data.num_classes or max(task.count_classes(labels) for labels in nonempty_labels) or 1
     train_facts = _read_all(train_set)
     test_facts = _read_all(test_set)
-    readable = [facts for facts in train_facts + test_facts if not facts.error]
+    readable = [facts for facts in train_facts + test_facts if not facts.problem]
     messages = [" ".join(str(warning.message).split()) for warning in recorded_warnings]
     inspection = Inspection(
         clients=list(data.client_names or map(str, range(len(data.train)))),
@@ -165,15 +165,15 @@ def inspect_division(division: Division, run_options: RunOptions | None = None) 
         images=np.array([[length(dataset) for dataset in pair] for pair in zip(data.train, test, strict=True)]),
         sizes=np.array([facts.image_size for facts in readable], dtype=np.int64).reshape(-1, 2),
         modes=Counter(facts.mode for facts in readable),
-        broken=[facts.error for facts in train_facts + test_facts if facts.error],
+        broken=[facts.problem for facts in train_facts + test_facts if facts.problem],
         notes=list(dict.fromkeys(messages)),
         several_labels=any(labels.ndim > 1 for labels in labels_of_sets),
     )
     full_scale = getattr(train_set, "full_scale", None) or WHOLE_SCALE
     inspection.notes += _notes_on_modes(readable, full_scale)
     unreadable_rows = {
-        True: {position for position, facts in enumerate(train_facts) if facts.error},
-        False: {position for position, facts in enumerate(test_facts) if facts.error},
+        True: {position for position, facts in enumerate(train_facts) if facts.problem},
+        False: {position for position, facts in enumerate(test_facts) if facts.problem},
     }
     findings = check_as_training_does(data, run_options, unreadable_rows)
     inspection.rejections = findings.rejections
@@ -218,7 +218,7 @@ def _find_contradictions(labelled_images: Sequence[_LabelledImage], task: Task) 
     first_of_digest: dict[bytes, _LabelledImage] = {}
     pairs = []
     for image in labelled_images:
-        if image.image_facts.error:
+        if image.image_facts.problem:
             continue
         first = first_of_digest.setdefault(image.image_facts.digest, image)
         if torch.equal(first.label, image.label):
@@ -277,7 +277,7 @@ def _find_duplicates(
     for position, facts in enumerate(train_facts):
         owner = owners.get(position)
         copies = names_of_digest[facts.digest]
-        if copies and not facts.error:
+        if copies and not facts.problem:
             pair = (facts.name, copies[0])
             if owner in owners_of_digest[facts.digest]:
                 inspection.repeated.append(pair)
@@ -286,7 +286,7 @@ def _find_duplicates(
         copies.append(facts.name)
         owners_of_digest[facts.digest].add(owner)
     for facts in test_facts:
-        if not facts.error and facts.digest in names_of_digest:
+        if not facts.problem and facts.digest in names_of_digest:
             inspection.leaks.append((facts.name, names_of_digest[facts.digest][0]))
 
 
@@ -329,7 +329,7 @@ def _read_facts(image_set: ImageSet, row: int) -> _ImageFacts:
         image_set.read(path)
         content = image_set.content(path)
     except (OSError, ValueError) as error:
-        return _ImageFacts(path, error=str(error))
+        return _ImageFacts(path, problem=str(error))
     # A path names the frame; sets without files have the content only.
     source = path if os.path.exists(split_number(path).file) else io.BytesIO(content)
     kind = kind_of(source)

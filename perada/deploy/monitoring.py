@@ -171,13 +171,13 @@ def json_logs(stream: TextIO, user_errors: tuple[type[Exception], ...]) -> Itera
         logging.root.setLevel(level)
 
 
-def _log_error_of_thread(error: threading.ExceptHookArgs) -> None:
+def _log_error_of_thread(crash: threading.ExceptHookArgs) -> None:
     """Log an error that ended a thread (``threading.excepthook``)."""
-    if error.exc_value is None or isinstance(error.exc_value, SystemExit):
+    if crash.exc_value is None or isinstance(crash.exc_value, SystemExit):
         return
-    thread = "a thread" if error.thread is None else f"the thread {error.thread.name!r}"
-    exc_info = (error.exc_type, error.exc_value, error.exc_traceback)
-    logging.getLogger("perada.deploy").error("%s failed: %r", thread, error.exc_value, exc_info=exc_info)
+    thread = "a thread" if crash.thread is None else f"the thread {crash.thread.name!r}"
+    exc_info = (crash.exc_type, crash.exc_value, crash.exc_traceback)
+    logging.getLogger("perada.deploy").error("%s failed: %r", thread, crash.exc_value, exc_info=exc_info)
 
 
 class TextLines:

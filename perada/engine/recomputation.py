@@ -85,14 +85,14 @@ class _RecordedTensor:
     """A parameter or buffer as it was in a call.
 
     Attributes:
-        tensors: Dictionary of the module, in which the tensor is.
+        container: Dictionary of the module, in which the tensor is.
         name: Name of the tensor in the module.
         value: The tensor; of a buffer that the call changed, a copy of its former value.
         version: Number of torch's in-place changes of the tensor before the call.
         changes: Whether the call itself changed it.
     """
 
-    tensors: dict[str, Any]
+    container: dict[str, Any]
     name: str
     value: Tensor
     version: int
@@ -132,9 +132,9 @@ class _RecordedCall:
                     self._former_buffers.append((recorded, buffer.clone()))
         self._previous: ExitStack | None = None
 
-    def _record_tensor(self, tensors: dict[str, Any], name: str, tensor: Tensor) -> _RecordedTensor:
+    def _record_tensor(self, container: dict[str, Any], name: str, tensor: Tensor) -> _RecordedTensor:
         """Add a tensor to those that the call depends on, and return its record."""
-        recorded = _RecordedTensor(tensors, name, tensor, tensor._version)
+        recorded = _RecordedTensor(container, name, tensor, tensor._version)
         self._tensors.append(recorded)
         return recorded
 
@@ -175,9 +175,9 @@ class _RecordedCall:
                     "the forward and the backward pass, which runs its block again with checkpointing=True; compute "
                     "gradients before changing tensors, or set training.checkpointing to false"
                 )
-            stack.callback(recorded.tensors.__setitem__, recorded.name, recorded.tensors[recorded.name])
+            stack.callback(recorded.container.__setitem__, recorded.name, recorded.container[recorded.name])
             # A copy, since the block changes it again.
-            recorded.tensors[recorded.name] = recorded.value.clone() if recorded.changes else recorded.value
+            recorded.container[recorded.name] = recorded.value.clone() if recorded.changes else recorded.value
 
     def __exit__(
         self, kind: type[BaseException] | None, raised_error: BaseException | None, traceback: TracebackType | None

@@ -455,14 +455,14 @@ def clone_outputs(module: nn.Module) -> nn.Module:
     return shell(module, children)
 
 
-def _modules_behind_clones(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _modules_behind_clones(module: nn.Module, module_path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield all modules with their paths in the network without :class:`_ClonedOutput`."""
     if isinstance(module, _ClonedOutput):
         module = module.original
-    yield path, module
+    yield module_path, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from _modules_behind_clones(child, f"{path}.{name}" if path else name)
+            yield from _modules_behind_clones(child, f"{module_path}.{name}" if module_path else name)
 
 
 def with_grad_sample_hooks(model: nn.Module) -> nn.Module:

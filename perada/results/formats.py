@@ -139,13 +139,13 @@ def _choose_models(run: Run, client: int | str | None, form: Format, prediction:
     return chosen_prediction(run, client, prediction)
 
 
-def _largest_difference(outputs: BatchOutputs, expected_outputs: BatchOutputs) -> float:
+def _largest_difference(batch_outputs: BatchOutputs, expected: BatchOutputs) -> float:
     """Return the largest difference of logits; infinity if not the same images are typical."""
-    if expected_outputs.typical is not None:
-        assert outputs.typical is not None
-        if not torch.equal(outputs.typical, expected_outputs.typical):
+    if expected.typical is not None:
+        assert batch_outputs.typical is not None
+        if not torch.equal(batch_outputs.typical, expected.typical):
             return math.inf
-    return float((outputs.logits - expected_outputs.logits).abs().max())
+    return float((batch_outputs.logits - expected.logits).abs().max())
 
 
 def _write_and_read(

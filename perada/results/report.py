@@ -352,7 +352,7 @@ def mean_and_std(values: Sequence[float]) -> str:
 
 
 def client_table(
-    scores: Mapping[str, Sequence[float]],
+    scores_of_clients: Mapping[str, Sequence[float]],
     sizes: Sequence[int],
     test_mode: bool = False,
     client_names: Sequence[str] | None = None,
@@ -363,7 +363,7 @@ def client_table(
     """Lay out a table with one row per client, up to ``ROWS``, and mean and standard deviation over all clients.
 
     Args:
-        scores: Each client's scores by name, NaN if it has none; ε if the name begins with ``privacy/``.
+        scores_of_clients: Each client's scores by name, NaN if it has none; ε if the name begins with ``privacy/``.
         sizes: Training images of each client.
         test_mode: Whether to add :data:`TEST_MODE`.
         client_names: Names of the clients; their numbers by default.
@@ -374,17 +374,17 @@ def client_table(
     client_names = client_names or [str(client) for client in range(len(sizes))]
     rows = []
     for client, size in enumerate(sizes[:ROWS]):
-        cells = [cell(name, values[client], unit) for name, values in scores.items()]
+        cells = [cell(name, values[client], unit) for name, values in scores_of_clients.items()]
         rows.append([client_names[client], str(size), *cells])
     if len(sizes) > ROWS:
-        empty_cells = [""] * (1 + len(scores))
+        empty_cells = [""] * (1 + len(scores_of_clients))
         rows.append([f"… {len(sizes) - ROWS} more", *empty_cells])
     mean_cells = []
-    for name, values in scores.items():
+    for name, values in scores_of_clients.items():
         is_undefined = math.isnan((means or {}).get(name, 0))
         mean_cells.append("– ± –" if is_undefined else _mean_cell(name, values, unit))
     rows.append(["mean ± std", "", *mean_cells])
-    titles = [title_with_metric(name, metric) for name in scores]
+    titles = [title_with_metric(name, metric) for name in scores_of_clients]
     text = table(["client", "training images", *titles], rows)
     if test_mode:
         text += f"\n\n{TEST_MODE}"

@@ -235,14 +235,14 @@ class Regression(NumberTask):
     def summed_metrics(self, num_classes: int) -> Mapping[str, SummedMetric]:
         """Return errors, coefficients of determination and correlations, as means over targets and by target."""
         center = _per_target(0.0 if self.mean is None else self.mean, num_classes)
-        metrics: dict[str, SummedMetric] = {}
+        summed: dict[str, SummedMetric] = {}
         for suffix, per_target in (("", False), ("_per_target", True)):
-            metrics[f"mae{suffix}"] = MeanAbsoluteError(num_classes, center, per_target)
-            metrics[f"mse{suffix}"] = MeanSquaredError(num_classes, center, per_target)
-            metrics[f"rmse{suffix}"] = RootMeanSquaredError(num_classes, center, per_target)
-            metrics[f"r2{suffix}"] = Determination(num_classes, center, per_target)
-            metrics[f"pearson{suffix}"] = PearsonCorrelation(num_classes, center, per_target)
-        return metrics
+            summed[f"mae{suffix}"] = MeanAbsoluteError(num_classes, center, per_target)
+            summed[f"mse{suffix}"] = MeanSquaredError(num_classes, center, per_target)
+            summed[f"rmse{suffix}"] = RootMeanSquaredError(num_classes, center, per_target)
+            summed[f"r2{suffix}"] = Determination(num_classes, center, per_target)
+            summed[f"pearson{suffix}"] = PearsonCorrelation(num_classes, center, per_target)
+        return summed
 
 
 def _checked_movements(options: object) -> tuple[str, ...]:

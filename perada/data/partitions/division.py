@@ -208,10 +208,10 @@ def _checked_rows(name: str, part: str, rows_of_clients: Any, num_rows: int) -> 
     return [rows.astype(np.int64) for rows in arrays]
 
 
-def _as_array(rows: object) -> Array:
+def _as_array(rows_of_client: object) -> Array:
     """Return rows as an array; lists of unequal lengths within rows as an array of objects, which is rejected."""
     try:
-        return np.asarray(rows)
+        return np.asarray(rows_of_client)
     except ValueError:
         return np.empty((), dtype=object)
 
