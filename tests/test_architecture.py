@@ -31,7 +31,7 @@ def test_the_drawing_of_the_rooms_is_that_of_the_imports():
 
 def names_in(path):
     """Names that a file defines at its top, and the members of its classes with the class before them."""
-    for node in house.parsed(path.read_text()).body:
+    for node in house.parse_source(path.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield node.name
         if isinstance(node, ast.Assign | ast.AnnAssign):
