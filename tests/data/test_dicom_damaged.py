@@ -205,6 +205,17 @@ def test_small_files_that_declare_much_take_little_memory(tmp_path):
     assert peak_memory() - before < 60 * MEGABYTE
 
 
+def test_a_compressed_frame_too_short_for_its_header_is_not_decoded(tmp_path):
+    made = pydicom.dcmread(TEST_FILES / "MR_small_RLE.dcm")
+    made.Rows, made.Columns = 12_000, 12_000
+    tracemalloc.start()
+    try:
+        assert "12000 x 12000 pixels" in problem_of(save(tmp_path / "x.dcm", made))
+        assert tracemalloc.get_traced_memory()[1] < 20 * MEGABYTE
+    finally:
+        tracemalloc.stop()
+
+
 def test_deflated_files_are_inflated_up_to_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr("perada.data.medical.headers.LARGEST_INFLATED", 4 * MEGABYTE)
     path = TEST_FILES / "image_dfl.dcm"

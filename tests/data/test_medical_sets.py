@@ -3,6 +3,7 @@
 
 import csv
 import hashlib
+import io
 import json
 import sys
 import warnings
@@ -18,7 +19,8 @@ from perada.cli import main
 from perada.data import ByDomain, FederatedDataModule, ImageFolder, Images, ImageTable, UnlabelledFolder
 from perada.data.batches.transforms import read_image
 from perada.data.broken_images import without_broken
-from perada.data.medical.reading import MedicalReading
+from perada.data.medical.facts import header_facts
+from perada.data.medical.reading import MedicalReading, kind_of
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.medical_rows import SALT_VARIABLE
 from tests.data.dicom_files import TEST_FILES, linear, pydicom, write
@@ -301,6 +303,15 @@ def test_errors_have_no_value_of_a_header(tmp_path):
             with pytest.raises(ValueError, match=keyword) as error:
                 read_image(tmp_path / "y.dcm", "")
         assert "Quetzal" not in f"{error.value}{[str(warning.message) for warning in caught]}"
+
+
+def test_contents_without_a_file_are_read_and_described(root):
+    """As of sets of Hugging Face."""
+    content = io.BytesIO((root / "south" / "benign" / "021.dcm").read_bytes())
+    assert kind_of(content) == "DICOM"
+    assert read_image(content, "").shape == (1, SIDE, SIDE)
+    facts = header_facts(content, "DICOM")
+    assert facts["manufacturer"] == "Beta" and facts["size"] == f"{SIDE} x {SIDE}"
 
 
 def test_inspection_says_how_scanners_differ(root, capsys):

@@ -60,8 +60,11 @@ _PLUGINS = {
     "1.2.840.10008.1.2.4.203": ["pylibjpeg"],
 }
 """pydicom's plugins by transfer syntax. Of several that decode one, that with the fewest limits was chosen."""
-_IN_THIS_PROCESS = ("1.2.840.10008.1.2.5", "1.2.840.10008.1.2.4.50")
-"""Syntaxes whose decoders hold against damaged frames: pydicom's own in Python, and Pillow."""
+_PIXELS_PER_BYTE = {"1.2.840.10008.1.2.5": 64, "1.2.840.10008.1.2.4.50": 1024}
+"""Most pixels of a byte, by transfer syntax, of the decoders that withstand damaged frames: pydicom's own, and Pillow.
+
+Two bytes of RLE are up to 128 bytes of an image, and a block of 64 pixels takes two bits of JPEG or more.
+"""
 
 
 @dataclass(frozen=True)
@@ -260,8 +263,13 @@ def _decompress(frame: DicomFrame) -> tuple[Values, str]:
         check_declared_size(compressed, stored_as.columns, stored_as.rows)
     options = _decode_options(frame)
     frame_bytes = stored_as.frame_bits // 8
-    if stored_as.syntax not in _IN_THIS_PROCESS:
+    if stored_as.syntax not in _PIXELS_PER_BYTE:
         return DECODER.decode(compressed, stored_as.syntax, plugins, options, frame_bytes)
+    if stored_as.pixels > _PIXELS_PER_BYTE[stored_as.syntax] * len(compressed):
+        raise MedicalImageError(
+            f"its header declares {stored_as.columns} x {stored_as.rows} pixels, which {len(compressed)} bytes of "
+            "compressed pixel data cannot hold"
+        )
     try:
         values, properties = get_decoder(stored_as.syntax).as_array(
             encapsulate([compressed]), index=0, decoding_plugin=plugins[0], **options

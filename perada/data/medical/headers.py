@@ -7,6 +7,7 @@ import re
 import struct
 import warnings
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -189,12 +190,12 @@ def _check_inflated_size(file: IO[bytes], beginning: bytes) -> None:
     file.seek(0)
 
 
-def open_source(source: str | Path | IO[bytes]) -> IO[bytes]:
-    """Open a file, or return an opened one at its beginning."""
+def open_source(source: str | Path | IO[bytes]) -> AbstractContextManager[IO[bytes]]:
+    """Open a file for a ``with`` statement, or return an opened one at its beginning, which stays open."""
     if isinstance(source, str | Path):
         return open(source, "rb")
     source.seek(0)
-    return source
+    return nullcontext(source)
 
 
 @dataclass(frozen=True)
