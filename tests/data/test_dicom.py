@@ -290,6 +290,23 @@ def test_planes_of_colours(tmp_path):
     assert (decode_dicom(save(tmp_path / "x.dcm", made), None, "file") == pixels).all()
 
 
+SEGMENTS = [0, 3, 0, 500, 9000, 1, 100, 60_000, 1, 53, 256, 0, 1, 65_535, 2, 2, 0, 0]
+"""Three values, lines of 100 and 53 entries, one value, and a copy of the first two segments."""
+
+
+@pytest.mark.parametrize("num_entries", [256, 200])
+def test_palettes_in_segments(tmp_path, num_entries):
+    made = dataset((RAMP % num_entries).astype(np.uint8), PhotometricInterpretation="PALETTE COLOR")
+    for place, kind in enumerate(("Red", "Green", "Blue")):
+        setattr(made, f"{kind}PaletteColorLookupTableDescriptor", [num_entries, 0, 16])
+        words = np.array(SEGMENTS, np.uint16)
+        words[2] = 1000 * place
+        setattr(made, f"Segmented{kind}PaletteColorLookupTableData", words.tobytes())
+    path = save(tmp_path / "x.dcm", made)
+    expected = pydicom.pixels.apply_color_lut(made.pixel_array, pydicom.dcmread(path)) // 256
+    assert (decode_dicom(path, None, "file") == expected).all()
+
+
 def test_files_without_preamble_and_without_header(tmp_path):
     made = dataset(RAMP.astype(np.uint8))
     header = made.file_meta

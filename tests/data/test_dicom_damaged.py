@@ -17,8 +17,10 @@ from perada.data import ImageFolder
 from perada.data.batches.transforms import UnreadableImageError, read_image
 from perada.data.medical import isolation
 from perada.data.medical.codestreams import declared_size
+from perada.data.medical.errors import MedicalImageError
 from perada.data.medical.isolation import DECODER
 from perada.data.medical.reading import MedicalReading
+from perada.data.medical.segmented_tables import expand_segments
 from tests.data.dicom_files import TEST_FILES, dataset, pydicom, save, write
 from tests.rejections import raises_naming
 
@@ -70,7 +72,7 @@ def test_files_of_pydicom_that_are_no_images(name, reason):
         ({"HighBit": 3, "BitsStored": 12}, "HighBit"),
         ({"SamplesPerPixel": 3}, "photometric interpretation"),
         ({"PhotometricInterpretation": "CMYK"}, "photometric interpretation"),
-        ({"PhotometricInterpretation": "PALETTE COLOR"}, "palette"),
+        ({"PhotometricInterpretation": "PALETTE COLOR"}, "Palette"),
         ({"RescaleSlope": "0"}, "RescaleSlope is 0"),
         ({"WindowCenter": "40", "WindowWidth": "0"}, "width 0.*auto"),
         ({"WindowCenter": "40", "WindowWidth": "40", "VOILUTFunction": "CUBIC"}, "VOILUTFunction"),
@@ -214,6 +216,19 @@ def test_a_compressed_frame_too_short_for_its_header_is_not_decoded(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 20 * MEGABYTE
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "segments", [[], [1, 5, 9], [2, 1, 0, 0], [0, 1, 7, 2, 9, 3, 0], [0, 1, 7, 3, 1, 1], [0, 1, 7, 2, 65_535, 0, 50]]
+)
+def test_damaged_segments_of_palettes_are_named(segments):
+    with pytest.raises(MedicalImageError, match="segments"):
+        expand_segments(segments, 256)
+
+
+def test_segments_that_stand_for_very_many_entries_give_those_that_are_declared():
+    copies = [0, 2, 1, 2] + [1, 65_535, 9] * 5 + [2, 65_535, 4, 0] * 2000
+    assert len(expand_segments(copies, 65_536)) == 65_536
 
 
 def test_deflated_files_are_inflated_up_to_a_limit(tmp_path, monkeypatch):

@@ -25,8 +25,10 @@ from perada.data.medical.headers import (
     pixel_format,
     read_dataset,
     text,
+    transfer_syntax,
 )
 from perada.data.medical.isolation import DECODER
+from perada.data.medical.segmented_tables import expand_segments
 from perada.data.medical.windows import (
     AUTO,
     AUTO_PERCENTILES,
@@ -411,7 +413,7 @@ def _table_entries(item: Any, keyword: str, num_entries: int) -> FloatArray:  # 
     """Return the entries of a table, which are words, or bytes in pairs."""
     try:
         data = item.get(keyword)
-        order = "<" if getattr(item, "is_little_endian", True) is not False else ">"
+        order = "<" if item.original_encoding[1] is not False else ">"
         if isinstance(data, bytes):
             is_bytes = len(data) < 2 * num_entries
             entries = np.frombuffer(data, np.uint8 if is_bytes else np.dtype(f"{order}u2"))
@@ -507,19 +509,29 @@ def _has_signed_modality(frame: DicomFrame) -> bool:
     return bool(modality_values(frame, extremes).min() < 0)
 
 
+def _palette_entries(dataset: Any, kind: str, num_entries: int, bits: int) -> FloatArray:  # noqa: ANN401  # a Dataset
+    """Return the entries of the palette of a colour."""
+    if f"{kind}PaletteColorLookupTableData" in dataset:
+        return _table_entries(dataset, f"{kind}PaletteColorLookupTableData", num_entries)
+    segments = dataset.get(f"Segmented{kind}PaletteColorLookupTableData")
+    if not isinstance(segments, bytes) or bits != 16:
+        raise MedicalImageError("it has no palette, or one in segments of 8 bits", "convert it to RGB")
+    order = ">" if transfer_syntax(dataset) == BIG_ENDIAN else "<"
+    words = np.frombuffer(segments[: len(segments) // 2 * 2], np.dtype(f"{order}u2")).tolist()
+    return np.array(expand_segments(words, num_entries), np.float64)
+
+
 def _palette_colours(frame: DicomFrame, values: Values) -> Pixels:
     """Return the colours (H, W, 3) of places in a palette."""
     channels = []
     for kind in ("Red", "Green", "Blue"):
-        if f"{kind}PaletteColorLookupTableData" not in frame.dataset:
-            raise MedicalImageError("it has no palette, or one in segments", "convert it to RGB")
         keyword = f"{kind}PaletteColorLookupTableDescriptor"
         descriptor = numbers(frame.dataset, keyword)
         if len(descriptor) != 3 or int(descriptor[2]) not in (8, 16):
             raise MedicalImageError(f"{keyword} of its header is damaged")
         num_entries = int(descriptor[0]) % 2**16 or 2**16
         first = int(descriptor[1])
-        entries = _table_entries(frame.dataset, f"{kind}PaletteColorLookupTableData", num_entries)
+        entries = _palette_entries(frame.dataset, kind, num_entries, int(descriptor[2]))
         if int(descriptor[2]) == 16:
             entries = entries // 256
         places = np.clip(values.astype(np.int64) - first, 0, num_entries - 1)
