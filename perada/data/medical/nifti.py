@@ -83,7 +83,7 @@ class Volume:
     def _finite_values(self) -> np.ndarray[Any, np.dtype[Any]]:
         finite: np.ndarray[Any, np.dtype[Any]] = self.values[np.isfinite(self.values)]
         if not finite.size:
-            raise MedicalImageError("its voxels are NaN or infinity")
+            raise MedicalImageError("its voxels are NaN or infinity", "leave it out")
         return finite
 
     def slice(self, axis: Axis, index: int) -> np.ndarray[Any, np.dtype[Any]]:
@@ -268,7 +268,7 @@ def decode_nifti(
     volume = read_volume(source)
     values = volume.slice(axis, _slice_index(volume, number, axis)).astype(np.float64)
     if not np.isfinite(values).all():
-        raise MedicalImageError("its voxels have NaN or infinity")
+        raise MedicalImageError("its voxels have NaN or infinity", "replace them by the value of the background")
     fraction = _window_of_volume(volume, window).apply(values)
     return np.rint(fraction * 255).astype(np.uint8)
 
