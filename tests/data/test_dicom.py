@@ -2,6 +2,7 @@
 """DICOM files become the grey levels and colours that formulas by hand, Pillow and DCMTK give."""
 
 import io
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -45,7 +46,6 @@ TRANSFORMS = {
 WINDOWS = {
     "linear": ({"WindowCenter": "40", "WindowWidth": "400"}, ["+Wi", "1"]),
     "sigmoid": ({"WindowCenter": "40", "WindowWidth": "400", "VOILUTFunction": "SIGMOID"}, ["+Wi", "1"]),
-    "narrow": ({"WindowCenter": "100", "WindowWidth": "1"}, None),
     "table": ({"VOILUTSequence": True}, ["+Wl", "1"]),
     "none": ({}, ["+Wm"]),
 }
@@ -54,7 +54,7 @@ WINDOWS = {
 @needs_dcmtk
 @pytest.mark.every_value
 @pytest.mark.parametrize("photometric", ["MONOCHROME1", "MONOCHROME2"])
-@pytest.mark.parametrize("window", ["linear", "sigmoid", "table", "none"])
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize(("bits_stored", "is_signed"), [(8, False), (10, False), (12, False), (12, True), (16, True)])
 def test_grey_levels_are_those_of_dcmtk(tmp_path, bits_stored, is_signed, transform, window, photometric):
@@ -280,6 +280,37 @@ def test_enhanced_files_have_a_window_and_a_slope_for_each_frame(tmp_path):
         assert np.abs(decode_dicom(path, number, "file") - expected).max() <= 0.5
     # The one in the middle, of which nothing else was asked.
     assert (decode_dicom(path, None, "file") == decode_dicom(path, 2, "file")).all()
+
+
+@pytest.mark.parametrize("syntax", ["1.2.840.10008.1.2", "1.2.840.10008.1.2.1", "1.2.840.10008.1.2.2"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_each_of_many_frames_is_its_own(tmp_path, syntax, dtype):
+    frames = np.random.default_rng(0).integers(0, 100, (5, 6, 7)).astype(dtype)
+    stored = frames
+    if syntax.endswith(".2.2"):
+        stored = frames.byteswap() if dtype == np.int16 else frames
+    made = dataset(stored)
+    made.file_meta.TransferSyntaxUID = syntax
+    path = save(tmp_path / "x.dcm", made)
+    for number in range(1, 6):
+        expected = linear(frames[number - 1], 50, 101)
+        assert np.abs(decode_dicom(path, number, (50, 101)) - expected).max() <= 0.5
+        # Those of a stream, too.
+        assert (
+            decode_dicom(io.BytesIO(path.read_bytes()), number, (50, 101)) == decode_dicom(path, number, (50, 101))
+        ).all()
+
+
+def test_a_frame_is_read_without_the_others(tmp_path):
+    frames = np.random.default_rng(0).integers(0, 255, (1000, 64, 64)).astype(np.uint8)
+    path = write(tmp_path / "x.dcm", frames)
+    decode_dicom(path, 1, "file")
+    tracemalloc.start()
+    try:
+        assert (decode_dicom(path, 700, "file") == frames[699]).all()
+        assert tracemalloc.get_traced_memory()[1] < frames.nbytes / 4
+    finally:
+        tracemalloc.stop()
 
 
 def test_planes_of_colours(tmp_path):

@@ -6,6 +6,7 @@ Stored values → modality LUT or rescale → VOI LUT or window → inversion of
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast, get_args
@@ -24,6 +25,7 @@ from perada.data.medical.headers import (
     open_source,
     pixel_format,
     read_dataset,
+    read_frame,
     text,
     transfer_syntax,
 )
@@ -122,9 +124,8 @@ def decode_dicom(source: str | Path | IO[bytes], frame: int | None, window: Wind
         MedicalImageError: If the file cannot be decoded.
     """
     with open_source(source) as file:
-        dataset = read_dataset(file, with_pixels=True)
-    opened = open_frame(dataset, frame)
-    values, photometric = _stored_values(opened)
+        opened, part = _read_frame(file, frame)
+    values, photometric = _stored_values(opened) if part is None else _decode_part(opened, part)
     if photometric in MONOCHROME:
         return _grey_levels(opened, values, window)
     if photometric == "PALETTE COLOR":
@@ -134,6 +135,21 @@ def decode_dicom(source: str | Path | IO[bytes], frame: int | None, window: Wind
     shift = opened.format.bits_stored - 8
     colours = values >> shift if shift > 0 else values
     return cast(Pixels, colours.astype(np.uint8))
+
+
+def _read_frame(file: IO[bytes], frame: int | None) -> tuple[DicomFrame, bytes | None]:
+    """Return a frame of a file, and its bytes if they can be read without those of the others."""
+    dataset = read_dataset(file, with_pixels=False)
+    # Anything that is wrong is named when the whole file is read.
+    with suppress(MedicalImageError):
+        stored_as = pixel_format(dataset)
+        number = stored_as.num_frames // 2 + 1 if frame is None else frame
+        if 1 <= number <= stored_as.num_frames:
+            part = read_frame(file, stored_as, number - 1)
+            if part is not None:
+                return DicomFrame(dataset, stored_as, number - 1), part
+    file.seek(0)
+    return open_frame(read_dataset(file, with_pixels=True), frame), None
 
 
 def open_frame(dataset: Any, frame: int | None) -> DicomFrame:  # noqa: ANN401  # a Dataset
@@ -193,8 +209,6 @@ def _decode_options(frame: DicomFrame) -> dict[str, Any]:
 
 def _native_values(frame: DicomFrame) -> tuple[Values, str]:
     """Return the values of a frame that is not compressed."""
-    from pydicom.pixels import get_decoder
-
     stored_as = frame.format
     element = frame.dataset[stored_as.keyword]
     content = element.value
@@ -214,7 +228,14 @@ def _native_values(frame: DicomFrame) -> tuple[Values, str]:
         # Bytes are in words, whose order was swapped; frames of an odd length begin in the middle of one.
         even = content[: len(content) // 2 * 2]
         content = np.frombuffer(even, np.uint16).byteswap().tobytes()
-    part = content[start // 8 : (start + stored_as.frame_bits) // 8]
+    return _decode_part(frame, content[start // 8 : (start + stored_as.frame_bits) // 8])
+
+
+def _decode_part(frame: DicomFrame, part: bytes) -> tuple[Values, str]:
+    """Return the values of a frame that is not compressed, from its bytes."""
+    from pydicom.pixels import get_decoder
+
+    stored_as = frame.format
     # pydicom expects frames of an odd length to be padded.
     part += b"\0" * (len(part) % 2)
     options = _decode_options(frame) | {"bits_stored": stored_as.bits_allocated, "pixel_vr": "OB"}

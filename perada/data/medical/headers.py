@@ -133,7 +133,7 @@ def read_dataset(file: IO[bytes], with_pixels: bool, with_identity: bool = False
 
     Args:
         file: The file, at its beginning.
-        with_pixels: Whether to read the pixel data and palettes, too.
+        with_pixels: Whether to read the pixel data, too. Without them the file is then at their element.
         with_identity: Whether to read the elements that identify the patient and the study.
 
     Raises:
@@ -146,9 +146,9 @@ def read_dataset(file: IO[bytes], with_pixels: bool, with_identity: bool = False
         raise MedicalImageError("it is no DICOM file; it may be encrypted, or have another format")
     if is_directory(beginning):
         raise MedicalImageError("it is a DICOMDIR, a list of other files", _NO_PIXELS_REMEDY)
-    keywords: tuple[str, ...] = _HEADER_KEYWORDS
+    keywords: tuple[str, ...] = (*_HEADER_KEYWORDS, *_PALETTE_KEYWORDS)
     if with_pixels:
-        keywords += (*_PALETTE_KEYWORDS, *_EXTENDED_OFFSETS, *PIXEL_KEYWORDS)
+        keywords += (*_EXTENDED_OFFSETS, *PIXEL_KEYWORDS)
     if with_identity:
         keywords += _IDENTITY_KEYWORDS
     try:
@@ -255,6 +255,40 @@ NATIVE_SYNTAXES = (
     "1.2.840.10008.1.2.2",  # big endian
 )
 BIG_ENDIAN = "1.2.840.10008.1.2.2"
+_UNDEFINED_LENGTH = 0xFFFFFFFF
+
+
+def read_frame(file: IO[bytes], stored_as: PixelFormat, index: int) -> bytes | None:
+    """Read the bytes of one of many frames, so that the others need not be read.
+
+    Args:
+        file: A file at the element of its pixel data.
+        stored_as: How its pixels are stored, without compression.
+        index: Place of the frame, from 0.
+
+    Returns:
+        The bytes; None if the element is none of the common ones or too short, which reading all of it will tell.
+    """
+    is_plain = stored_as.syntax in (*NATIVE_SYNTAXES[:2], BIG_ENDIAN) and stored_as.frame_bits % 16 == 0
+    if not is_plain or stored_as.num_frames == 1:
+        return None
+    order = ">" if stored_as.syntax == BIG_ENDIAN else "<"
+    is_implicit = stored_as.syntax == NATIVE_SYNTAXES[0]
+    element = file.read(8 if is_implicit else 12)
+    if element[:4] != struct.pack(f"{order}HH", 0x7FE0, 0x0010) or len(element) < 8:
+        return None
+    is_swapped = order == ">" and stored_as.bits_allocated == 8
+    if is_swapped or (not is_implicit and element[4:6] not in (b"OB", b"OW")):
+        return None
+    (length,) = struct.unpack(f"{order}I", element[-4:])
+    frame_bytes = stored_as.frame_bits // 8
+    if length == _UNDEFINED_LENGTH or stored_as.num_frames * frame_bytes > length:
+        return None
+    start = file.tell()
+    if file.seek(0, io.SEEK_END) < start + stored_as.num_frames * frame_bytes:
+        return None
+    file.seek(start + index * frame_bytes)
+    return file.read(frame_bytes)
 
 
 def pixel_format(dataset: Any, keyword: str = "PixelData") -> PixelFormat:  # noqa: ANN401  # a Dataset
