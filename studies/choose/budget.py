@@ -122,6 +122,7 @@ class SearchPlan:
         num_finalists: Methods that are trained on all training images.
         seeds: Seeds of these runs.
         rounds: Rounds of a complete run.
+        num_levels: Adapters that are tried one after another, from the cheapest on; 0 if settings are drawn from all.
     """
 
     methods: tuple[str, ...]
@@ -130,6 +131,7 @@ class SearchPlan:
     num_finalists: int
     seeds: tuple[int, ...]
     rounds: int
+    num_levels: int = 0
 
     @property
     def rungs(self) -> list[Rung]:
@@ -171,6 +173,9 @@ class SearchPlan:
         draws = "" if self.num_draws == 1 else f" on {self.num_draws} draws of held-out images"
         steps = " → ".join(f"{rung.num_candidates} for {rung.rounds}" for rung in self.rungs)
         seeds = "one seed" if len(self.seeds) == 1 else f"{len(self.seeds)} seeds"
+        if self.num_levels:
+            settings += " of the cheapest adapter"
+            draws += ", and if time is left one setting of each dearer adapter"
         return (
             f"{len(self.methods)} methods with {settings} each{draws} ({steps} rounds); then the best setting of "
             f"{self.num_finalists} methods on all training images with {seeds}, {self.rounds} rounds"

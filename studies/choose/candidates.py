@@ -26,6 +26,9 @@ optimiser, its momentum and the batches, so they are relative to those of the re
 PROX_STRENGTHS = (1.0, 0.3, 3.0, 0.1)
 """λ around 1, the value of PerAda's and of Ditto's recipes; docs/results.md chose values from 0.1 to 5."""
 
+SETTINGS_OF_LEVEL: tuple[tuple[float, float | None], ...] = ((1.0, None), (0.3, 1.0), (3.0, 0.3), (0.1, 3.0))
+"""Factor of the recipe's rates and λ of the settings of each adapter; None for the recipe's λ."""
+
 
 @dataclass(frozen=True)
 class MethodText:
@@ -123,6 +126,13 @@ class AdapterOption:
     adapter: str
     last_blocks: int | None = None
 
+    @property
+    def title(self) -> str:
+        """The adapter in words."""
+        if self.last_blocks is None:
+            return self.adapter
+        return f"{self.adapter} in the last {f'{self.last_blocks} blocks' if self.last_blocks > 1 else 'block'}"
+
     def point(self) -> Point:
         """Return the options of ``perada fit``."""
         options = "null" if self.last_blocks is None else json.dumps({"last_blocks": self.last_blocks})
@@ -139,6 +149,16 @@ ADAPTERS = (
     AdapterOption("head"),
 )
 """Adapters that are tried where they fit. Whole blocks, which send ten times as much, are not among them."""
+CHEAPEST_FIRST = (
+    AdapterOption("head"),
+    AdapterOption("residual", 1),
+    AdapterOption("bottleneck", 1),
+    AdapterOption("residual", 2),
+    AdapterOption("residual", 3),
+    AdapterOption("bottleneck", 3),
+    AdapterOption("lora"),
+)
+"""The adapters, that whose rounds take least time first: the fewer layers train, the more are computed only once."""
 
 
 def fitting_adapters(cli: ConfiguredRun, data: FederatedDataModule) -> list[AdapterOption]:
@@ -167,8 +187,41 @@ def fitting_adapters(cli: ConfiguredRun, data: FederatedDataModule) -> list[Adap
     return fitting
 
 
+def cheapest_first(adapters: Sequence[AdapterOption]) -> list[AdapterOption]:
+    """Return adapters sorted by the time of a round, the shortest first."""
+    return sorted(adapters, key=CHEAPEST_FIRST.index)
+
+
+def adapter_of_recipe(cli: ConfiguredRun) -> AdapterOption | None:
+    """Return the adapter of a run if it is one of those that are tried; else None."""
+    options: dict[str, Any] = dict(cli.model.adapter_options or {})
+    last_blocks = options.pop("last_blocks", None)
+    option = AdapterOption(str(cli.model.adapter), last_blocks)
+    return None if options or option not in ADAPTERS else option
+
+
+def check_adapter_of_recipe(cli: ConfiguredRun, data: FederatedDataModule) -> None:
+    """Raise a ValueError, with the reason, if the method of a run cannot train the recipe's own adapter.
+
+    Args:
+        cli: The run.
+        data: Its data, which are set up.
+    """
+    adapted = _insert_into_random_weights(cli, data, str(cli.model.adapter), dict(cli.model.adapter_options or {}))
+    names = find_tensor_names(adapted.model, *adapted.backbone.head_modules)
+    cli.loop.algorithm.check(names, data.num_clients)
+
+
 def _build_with_adapter(cli: ConfiguredRun, data: FederatedDataModule, option: AdapterOption) -> AdaptedModel:
-    """Build the network of a run with another adapter, from random weights, which are faster than those of files."""
+    """Build the network of a run with another adapter."""
+    options: dict[str, Any] = {} if option.last_blocks is None else {"last_blocks": option.last_blocks}
+    return _insert_into_random_weights(cli, data, option.adapter, options)
+
+
+def _insert_into_random_weights(
+    cli: ConfiguredRun, data: FederatedDataModule, adapter: str, options: dict[str, Any]
+) -> AdaptedModel:
+    """Build the network of a run with an adapter, from random weights, which are faster than those of files."""
     model = cli.model
     backbone = build_backbone(
         model.backbone,
@@ -177,8 +230,7 @@ def _build_with_adapter(cli: ConfiguredRun, data: FederatedDataModule, option: A
         image_size=model.image_size,
         per_pixel=data.task.per_pixel,
     )
-    options: dict[str, Any] = {} if option.last_blocks is None else {"last_blocks": option.last_blocks}
-    return insert_adapter(backbone, option.adapter, **options)
+    return insert_adapter(backbone, adapter, **options)
 
 
 def _adapts_linear_layers(adapted: AdaptedModel) -> bool:
@@ -214,9 +266,7 @@ def make_candidates(method: str, cli: ConfiguredRun, adapters: Sequence[AdapterO
             break
         point = dict(adapter_points[next(adapter_draws)])
         factor = RATE_FACTORS[next(rate_draws)]
-        for name in RATES:
-            rate = getattr(cli.loop.training, name.removeprefix("training."))
-            point[name] = f"{rate * factor:.4g}"
+        point |= _scale_rates(cli, factor)
         strength = PROX_STRENGTHS[next(strength_draws)]
         if method in PULLED:
             point[PROX_STRENGTH] = f"{strength:g}"
@@ -224,6 +274,68 @@ def make_candidates(method: str, cli: ConfiguredRun, adapters: Sequence[AdapterO
             seen.append(point)
             candidates.append(Candidate(method, len(candidates), point))
     return candidates
+
+
+def _scale_rates(cli: ConfiguredRun, factor: float) -> Point:
+    """Return the options of the recipe's rates times a factor."""
+    point: Point = {}
+    for name in RATES:
+        rate = getattr(cli.loop.training, name.removeprefix("training."))
+        point[name] = f"{rate * factor:.4g}"
+    return point
+
+
+@dataclass(frozen=True)
+class AdapterLevel:
+    """The settings of a method that have one adapter.
+
+    Attributes:
+        adapter: The adapter; None for the recipe's, if it is not one of those that are tried.
+        candidates: Its settings, one for each of :data:`SETTINGS_OF_LEVEL`, the recipe's rates first.
+    """
+
+    adapter: AdapterOption | None
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def title(self) -> str:
+        """The adapter in words."""
+        return "the recipe's adapter" if self.adapter is None else self.adapter.title
+
+
+def make_levels(
+    method: str, cli: ConfiguredRun, adapters: Sequence[AdapterOption], own_fits: bool, known: Sequence[Candidate]
+) -> list[AdapterLevel]:
+    """Return settings of a method by adapter, the cheapest adapter first; the recipe's own comes last if none of these.
+
+    Args:
+        method: Name of the method.
+        cli: The recipe's run.
+        adapters: Adapters that fit.
+        own_fits: Whether the method can train the recipe's own adapter.
+        known: The settings of :func:`make_candidates`. One that is among them already keeps its number.
+    """
+    own = adapter_of_recipe(cli)
+    options: list[AdapterOption | None] = [*cheapest_first(adapters)]
+    if own is None and own_fits:
+        options.append(None)
+    levels = []
+    known = list(known)
+    for option in options:
+        candidates = []
+        for factor, strength in SETTINGS_OF_LEVEL:
+            point = {} if option is None or option == own else option.point()
+            if factor != 1:
+                point |= _scale_rates(cli, factor)
+            if strength is not None and method in PULLED:
+                point[PROX_STRENGTH] = f"{strength:g}"
+            known_candidate = next((candidate for candidate in known if candidate.point == point), None)
+            if known_candidate is None:
+                known_candidate = Candidate(method, len(known), point)
+                known.append(known_candidate)
+            candidates.append(known_candidate)
+        levels.append(AdapterLevel(option, tuple(candidates)))
+    return levels
 
 
 def _draw_in_blocks(count: int, purpose: str) -> Iterator[int]:

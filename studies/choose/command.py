@@ -23,8 +23,11 @@ from perada.studies.choose.candidates import (
     WITH_PUBLIC_IMAGES,
     WITHOUT_PUBLIC_IMAGES,
     Candidate,
+    cheapest_first,
+    check_adapter_of_recipe,
     fitting_adapters,
     make_candidates,
+    make_levels,
 )
 from perada.studies.choose.page import PAGE, ImageCounts, compared, write_search_page
 from perada.studies.choose.recipe_file import format_recipe, recipe_words
@@ -250,7 +253,20 @@ def _prepare_method(
     method_cli = make_cli(plan.job(row, 0, "run", {}).args)
     adapters = fitting_adapters(method_cli, cli.datamodule)
     candidates: list[Candidate] = make_candidates(method, method_cli, adapters, CANDIDATES[0])
-    return MethodSearch(plan, row, candidates, method_cli.loop.training.epochs_per_round)
+    reason = ""
+    try:
+        check_adapter_of_recipe(method_cli, cli.datamodule)
+    except ValueError as error:
+        if not adapters:
+            raise
+        reason = " ".join(str(error).split())
+        # Its first setting has the cheapest adapter that it can train.
+        candidates[0] = Candidate(method, 0, cheapest_first(adapters)[0].point())
+    levels = make_levels(method, method_cli, adapters, own_fits=not reason, known=candidates)
+    for level in levels:
+        candidates += [candidate for candidate in level.candidates if candidate.number >= len(candidates)]
+    epochs = method_cli.loop.training.epochs_per_round
+    return MethodSearch(plan, row, candidates, epochs, levels, why_other_adapter=reason)
 
 
 def _keep_strength(cli: ConfiguredRun, method: str) -> list[str]:
@@ -340,11 +356,13 @@ def _comment_options(search: Search, held_out: HeldOutScores) -> dict[str, str]:
             f": {unit.text(held_out.mean)}, {unit.number(difference.mean)} ± {unit.number(difference.standard_error)} "
             f"(standard error) ahead of {second.candidate.method}"
         )
-    if plan.num_candidates == 1:
+    if plan.num_levels:
+        settings = _describe_levels(search, held_out)
+    elif plan.num_candidates == 1:
         settings = "as in the original recipe: there was no time to try others"
     else:
         settings = f"best of {plan.num_candidates} settings of this method on held-out images"
-    if plan.num_candidates > 1 and not held_out.candidate.point:
+    if plan.num_candidates > 1 and not plan.num_levels and not held_out.candidate.point:
         settings += ": that of the original recipe"
     rounds_text = f"rounds, {_origin_of('trainer.max_epochs', search)}"
     if plan.rounds < search.largest_plan.rounds:
@@ -364,6 +382,18 @@ def _comment_options(search: Search, held_out: HeldOutScores) -> dict[str, str]:
     if "federated.algorithm.prox_strength" in held_out.candidate.point:
         comments["federated.algorithm.prox_strength"] = f"λ, the pull to the shared model; {settings}"
     return comments
+
+
+def _describe_levels(search: Search, held_out: HeldOutScores) -> str:
+    """Return which adapters were tried of a method, for a comment."""
+    levels = search.methods[held_out.candidate.method].levels
+    tried = search.tried_levels(held_out.candidate.method)
+    text = f"best on held-out images of {tried[0].title}"
+    if len(tried) > 1:
+        text = f"best on held-out images of {', '.join(level.title for level in tried)}"
+    if len(tried) < len(levels):
+        text += "; there was no time for dearer adapters"
+    return text
 
 
 def _origin_of(option: str, search: Search) -> str:

@@ -226,7 +226,9 @@ def _setting_cells(point: Point) -> list[str]:
     blocks = point.get("model.adapter_options", "null").removeprefix('{"last_blocks": ').removesuffix("}")
     if blocks != "null":
         adapter += f", last {blocks} blocks" if blocks != "1" else ", last block"
-    rates = f"{point['training.lr_local']}, {point['training.lr_personal']}"
+    rates = "the recipe's"
+    if "training.lr_local" in point:
+        rates = f"{point['training.lr_local']}, {point['training.lr_personal']}"
     return [adapter, rates, point.get("federated.algorithm.prox_strength", "")]
 
 

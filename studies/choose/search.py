@@ -27,7 +27,13 @@ from perada.studies.choose.budget import (
     mean_cost,
     smallest_plan,
 )
-from perada.studies.choose.candidates import METHODS, Candidate, predicting_models
+from perada.studies.choose.candidates import (
+    METHODS,
+    SETTINGS_OF_LEVEL,
+    AdapterLevel,
+    Candidate,
+    predicting_models,
+)
 from perada.studies.choose.trials import (
     HeldOutScores,
     Trial,
@@ -39,6 +45,7 @@ from perada.studies.choose.trials import (
     rank_candidates,
     read_scores,
 )
+from perada.studies.compare.entries import ADAPTER, ADAPTER_OPTIONS
 from perada.studies.compare.grid import Point
 from perada.studies.compare.plan import Job, Plan, Row
 from perada.studies.compare.results import Record, Results
@@ -46,6 +53,12 @@ from perada.studies.compare.running import CarryOut, Result, RunTask, Segment
 from perada.system.files import write_atomic
 
 ROUNDS = "trainer.max_epochs"
+FEW_SETTINGS = 6
+"""Settings of each method below which adapters are tried one after another, from the cheapest on."""
+SHARE_OF_FIRST_LEVEL = 0.6
+"""Share of the remaining time for the cheapest adapter, if all rounds fit into it; the rest is for dearer ones."""
+PROBE_SHARE = 0.1
+"""Share of the budget in which the recipe's adapter must show how long it takes, if there is a cheaper one."""
 PROBE_ROUNDS = 2
 """Rounds of each method that are timed before the plan is made: the first one may also compute features."""
 TOLERANCE = 0.1
@@ -97,12 +110,22 @@ class MethodSearch:
         row: Its row.
         candidates: Its settings, the recipe's own first.
         local_epochs: Passes of a client over its images in a round; None if the recipe sets the number of steps.
+        levels: The settings of each adapter, the cheapest adapter first, for searches that have no time for all.
+        why_other_adapter: Why the method cannot train the recipe's adapter; empty if it can.
     """
 
     plan: Plan
     row: Row
     candidates: Sequence[Candidate]
     local_epochs: float | None
+    levels: Sequence[AdapterLevel]
+    why_other_adapter: str = ""
+
+    def first_candidates(self, plan: SearchPlan) -> list[Candidate]:
+        """Return the settings with which a search begins."""
+        if plan.num_levels:
+            return list(self.levels[0].candidates[: plan.num_candidates])
+        return list(self.candidates[: plan.num_candidates])
 
     def trial(self, candidate: Candidate, draw: int, rounds: int, total_rounds: int) -> Trial:
         """Return a trial.
@@ -228,6 +251,9 @@ class Search:
         self.scores: dict[str, list[HeldOutScores]] = {}
         self.finalists: list[Candidate] = []
         self._started_at = time.time() - state.seconds
+        # The command goes on as it began, unless there is more time.
+        goes_on = state.plan is not None and state.budget == options.budget
+        self._tries_cheapest_first = goes_on and state.plan is not None and state.plan.num_levels > 0
         self._scored_rounds = 0
         self._trials_folder = state.path.parent / "trials"
 
@@ -264,6 +290,15 @@ class Search:
         self.state.budget = self.options.budget
         self._write_state()
         self._print_plan()
+        if self.plan.num_levels:
+            self._climb(self.plan)
+        else:
+            self._run_all_settings(self.plan)
+        self._train_finalists(self.plan)
+
+    def _run_all_settings(self, plan: SearchPlan) -> None:
+        """Run the rungs of a plan, and those of a larger one if time is left."""
+        self.plan = plan
         self._run_rungs(self.plan)
         while (larger := self._find_larger_plan(self.plan)) is not None:
             # Trials were faster than measured, and what was tried is a part of the larger search.
@@ -272,32 +307,176 @@ class Search:
             self._write_state()
             print(f"\nTime is left, so the search becomes larger: {larger.describe()}.", flush=True)
             self._run_rungs(larger)
-        self._train_finalists(self.plan)
+
+    def _climb(self, plan: SearchPlan) -> None:
+        """Run the rungs with the cheapest adapter, then the best setting of each method with dearer ones.
+
+        Each adapter is tried with all methods or with none. It keeps the rates and λ that were best with the cheapest.
+        """
+        num_levels_done_before = plan.num_levels
+        self.plan = replace(plan, num_levels=1)
+        self._run_rungs(self.plan)
+        most_levels = max(len(self.methods[method].levels) for method in plan.methods)
+        while not self.ran_out_of_time and self.best_of_method and self.plan.num_levels < most_levels:
+            climbed = self._candidates_of_next_level(self.plan)
+            title = self._title_of_next_level(self.plan)
+            is_done = self.plan.num_levels < num_levels_done_before
+            has_all_rounds = self.plan.rounds == self.largest_plan.rounds
+            if not is_done and not (has_all_rounds and self._has_time_for_level(climbed, self.plan)):
+                self.notes.append(f"dearer adapters, from {title} on, were not tried: the budget is too small")
+                return
+            self.plan = replace(self.plan, num_levels=self.plan.num_levels + 1)
+            self.state.plan = self.plan
+            self._write_state()
+            if not is_done:
+                print(f"\nTime is left, so the next adapter is tried: {title}.", flush=True)
+            trials = [trial for candidate in climbed for trial in self._trials_of(candidate, self.plan)]
+            self._run_trials(trials)
+            scores: dict[str, list[HeldOutScores]] = {method: [] for method in self.plan.methods}
+            self._collect_scores(trials, self.plan.rounds, scores)
+            for method, scores_of_method in scores.items():
+                self.scores.setdefault(method, []).extend(scores_of_method)
+
+    def _trials_of(self, candidate: Candidate, plan: SearchPlan) -> list[Trial]:
+        """Return the complete trials of a setting on all draws."""
+        search = self.methods[candidate.method]
+        return [search.trial(candidate, draw, plan.rounds, plan.rounds) for draw in range(plan.num_draws)]
+
+    def _candidates_of_next_level(self, plan: SearchPlan) -> list[Candidate]:
+        """Return the best setting of each method with the next adapter; none for methods that have no dearer one."""
+        candidates = []
+        for method, best in self.best_of_method.items():
+            levels = self.methods[method].levels
+            if len(levels) <= plan.num_levels:
+                continue
+            for level in levels:
+                if best.candidate in level.candidates:
+                    place = level.candidates.index(best.candidate)
+                    candidates.append(levels[plan.num_levels].candidates[place])
+                    break
+        return candidates
+
+    def _title_of_next_level(self, plan: SearchPlan) -> str:
+        """Return the next adapter in words."""
+        for method in plan.methods:
+            levels = self.methods[method].levels
+            if len(levels) > plan.num_levels:
+                return levels[plan.num_levels].title
+        return ""
+
+    def tried_levels(self, method: str) -> Sequence[AdapterLevel]:
+        """Return the adapters that were tried with a method, if they were tried one after another."""
+        assert self.plan is not None
+        return self.methods[method].levels[: self.plan.num_levels]
+
+    def _has_time_for_level(self, candidates: Sequence[Candidate], plan: SearchPlan) -> bool:
+        """Time the first setting of an adapter, and return whether there is time for all of them and the last rung."""
+        if not candidates:
+            return True
+        first = candidates[0]
+        former = self.cost(first.method)
+        rounds = min(PROBE_ROUNDS, plan.rounds)
+        probe = self.methods[first.method].trial(first, 0, rounds, plan.rounds)
+        (record,) = self._run_trials([probe])
+        if "failed" in record:
+            return False
+        cost = cost_of([record])
+        seconds = 0.0
+        costs: dict[str, Cost] = {}
+        for candidate in candidates:
+            # The others are expected to become dearer by as much.
+            own = self.cost(candidate.method) if candidate is not first else former
+            costs[candidate.method] = Cost(
+                per_run=max(own.per_run, own.per_run + cost.per_run - former.per_run),
+                per_round=own.per_round * max(1.0, cost.per_round / former.per_round),
+            )
+            for trial in self._trials_of(candidate, plan):
+                if not self._is_done(trial.job):
+                    seconds += costs[candidate.method].seconds(plan.rounds)
+        all_costs = {method: costs.get(method, self.cost(method)) for method in plan.methods}
+        finals = replace(plan, num_finalists=min(FEWEST_FINALISTS, len(plan.methods)))
+        seconds += finals.final_seconds(all_costs)
+        return self.elapsed + seconds / self.options.jobs <= self.options.budget
 
     def _time_methods(self) -> None:
         """Train the first setting of each method for a few rounds, which are a part of its trial."""
         rounds = min(PROBE_ROUNDS, self.largest_plan.rounds)
-        trials = []
-        for method in self.largest_plan.methods:
-            search = self.methods[method]
-            trials.append(search.trial(search.candidates[0], 0, rounds, self.largest_plan.rounds))
-        # The first method tells whether a search is possible at all. The others run at once, as the trials will: they
-        # take longer beside each other than alone.
-        for some_trials in (trials[:1], trials[1:]):
-            for trial, record in zip(some_trials, self._run_trials(some_trials), strict=True):
-                method = trial.candidate.method
-                if "failed" in record:
-                    if record["failed"].startswith("OutOfTimeError"):
-                        raise BudgetError(
-                            f"--budget {format_duration(self.options.budget)} is over before {rounds} rounds of "
-                            f"{method} were trained; allow much more, or choose a smaller network or smaller images"
-                        )
-                    self.failed_methods[method] = record["failed"]
-                else:
-                    self._check_budget(method)
+        first_method = self.largest_plan.methods[0]
+        # The first method tells whether a search is possible at all, and whether the recipe's adapter is too dear. The
+        # others run at once, as the trials will: they take longer beside each other than alone.
+        if not self._tries_cheapest_first:
+            self._time_recipe(first_method, rounds)
+        remaining = [method for method in self.largest_plan.methods if method not in self.failed_methods]
+        if self._tries_cheapest_first:
+            self._time([first_method], rounds)
+        self._time([method for method in remaining if method != first_method], rounds)
         if not self.working_methods:
             reasons = "; ".join(f"{method}: {reason}" for method, reason in self.failed_methods.items())
             raise ValueError(f"no method could be trained: {reasons}")
+
+    def _first_candidate(self, method: str) -> Candidate:
+        """Return the setting of a method that is timed, and with which its search begins."""
+        search = self.methods[method]
+        return search.levels[0].candidates[0] if self._tries_cheapest_first else search.candidates[0]
+
+    def _time_recipe(self, method: str, rounds: int) -> None:
+        """Time the recipe's own adapter, and find out whether cheaper ones must be tried first."""
+        search = self.methods[method]
+        is_cheapest = search.candidates[0] in search.levels[0].candidates
+        end_by = self.end_by
+        if not is_cheapest:
+            end_by = min(end_by, time.time() + PROBE_SHARE * self.options.budget)
+        trial = search.trial(search.candidates[0], 0, rounds, self.largest_plan.rounds)
+        (record,) = self._run_trials([trial], end_by)
+        out_of_time = str(record.get("failed", "")).startswith("OutOfTimeError")
+        if out_of_time and not is_cheapest:
+            # It did not fail: it was only stopped.
+            self.results.records.remove(record)
+            self.notes.append(
+                f"the recipe's adapter: {rounds} rounds took more than {PROBE_SHARE:.0%} of the budget, so cheaper "
+                "adapters were tried first"
+            )
+            self._tries_cheapest_first = True
+            return
+        if not self._accept_timing(method, record, rounds):
+            return
+        plan = fit_plan(
+            self.largest_plan,
+            dict.fromkeys(self.largest_plan.methods, self.cost(method)),
+            self.options.budget - self.elapsed,
+            self.options.jobs,
+        )
+        has_few = plan is None or plan.rounds < self.largest_plan.rounds or plan.num_candidates < FEW_SETTINGS
+        self._tries_cheapest_first = has_few and len(search.levels) > 1
+        if not self._tries_cheapest_first or is_cheapest:
+            self._check_budget(method)
+
+    def _time(self, methods: Sequence[str], rounds: int) -> None:
+        """Train the first settings of methods for some rounds."""
+        trials = []
+        for method in methods:
+            trials.append(
+                self.methods[method].trial(self._first_candidate(method), 0, rounds, self.largest_plan.rounds)
+            )
+        for trial, record in zip(trials, self._run_trials(trials), strict=True):
+            if self._accept_timing(trial.candidate.method, record, rounds):
+                self._check_budget(trial.candidate.method)
+
+    def _accept_timing(self, method: str, record: Record, rounds: int) -> bool:
+        """Return whether a method could be timed; if not, it is left out.
+
+        Raises:
+            BudgetError: If the budget was over before.
+        """
+        if "failed" not in record:
+            return True
+        if record["failed"].startswith("OutOfTimeError"):
+            raise BudgetError(
+                f"--budget {format_duration(self.options.budget)} is over before {rounds} rounds of "
+                f"{method} were trained; allow much more, or choose a smaller network or smaller images"
+            )
+        self.failed_methods[method] = record["failed"]
+        return False
 
     @property
     def working_methods(self) -> tuple[str, ...]:
@@ -320,14 +499,16 @@ class Search:
         )
 
     def cost(self, method: str) -> Cost:
-        """Return what runs of a method cost, from all its trials so far."""
-        costs = []
-        for record in self.results.records:
-            if record["label"] == method and record.get("seconds_of_rounds"):
-                durations = record["seconds_of_rounds"]
-                per_run = record["seconds"] - sum(durations)
-                costs.append(Cost(per_run, median(durations[1:] or durations)))
-        return mean_cost(costs)
+        """Return what runs of a method cost, from its trials: those with its best adapter if cheap ones come first."""
+        records = [record for record in self.results.records if record["label"] == method]
+        if self._tries_cheapest_first:
+            best = self.best_of_method.get(method)
+            candidate = self._first_candidate(method) if best is None else best.candidate
+            same_adapter = [
+                record for record in records if _adapter_of(record["point"]) == _adapter_of(candidate.point)
+            ]
+            records = same_adapter or records
+        return cost_of(records)
 
     def costs(self) -> dict[str, Cost]:
         """Return what runs of each method cost."""
@@ -342,7 +523,14 @@ class Search:
         largest = replace(self.largest_plan, methods=methods, num_finalists=num_finalists)
         costs = self.costs()
         remaining = self.options.budget - self.elapsed
-        plan = fit_plan(largest, costs, remaining, self.options.jobs)
+        plan = None
+        if self._tries_cheapest_first:
+            num_candidates = min(largest.num_candidates, len(SETTINGS_OF_LEVEL))
+            largest = replace(largest, num_candidates=num_candidates, num_levels=1)
+            plan = fit_plan(largest, costs, SHARE_OF_FIRST_LEVEL * remaining, self.options.jobs)
+            if plan is not None and plan.rounds < largest.rounds:
+                plan = None
+        plan = plan or fit_plan(largest, costs, remaining, self.options.jobs)
         if plan is None:
             raise self._too_small(smallest_plan(largest).seconds(costs, self.options.jobs))
         return plan
@@ -350,6 +538,10 @@ class Search:
     def _note_what_is_left_out(self, plan: SearchPlan) -> None:
         """Note methods and rounds for which the budget is too small."""
         for method in self.working_methods:
+            reason = self.methods[method].why_other_adapter
+            if reason:
+                adapter = self.methods[method].levels[0].title
+                self.notes.append(f"{method} was not tried with the recipe's adapter, but with {adapter}: {reason}")
             if method not in plan.methods:
                 self.notes.append(f"{method} was not tried: the budget is too small for more methods")
         if plan.rounds < self.largest_plan.rounds:
@@ -369,7 +561,7 @@ class Search:
             print(f"Only {self.plan.rounds} of the recipe's {self.largest_plan.rounds} rounds fit into the budget.")
         print(f"Spent so far: {format_duration(self.elapsed)}; expected to take another {format_duration(expected)}.")
         full = replace(self.largest_plan, methods=self.plan.methods)
-        if full != self.plan:
+        if full != self.plan and not self.plan.num_levels:
             needed = self.elapsed + full.seconds(costs, self.options.jobs)
             print(f"The largest search would need {format_duration(needed)}.")
         print("Ctrl-C ends with a verdict on what is there; the same command goes on.", flush=True)
@@ -381,7 +573,7 @@ class Search:
         """
         remaining: dict[str, list[Candidate]] = {}
         for method in plan.methods:
-            remaining[method] = list(self.methods[method].candidates[: plan.num_candidates])
+            remaining[method] = self.methods[method].first_candidates(plan)
         for number, rung in enumerate(plan.rungs):
             scores_of_rung: dict[str, list[HeldOutScores]] = {method: [] for method in plan.methods}
             num_in_rung = max(len(candidates) for candidates in remaining.values())
@@ -548,8 +740,13 @@ class Search:
             noun = "seed" if len(seeds) == 1 else "seeds"
             self.notes.append(f"the last rung lacks {noun} {', '.join(map(str, seeds))}: time ran out")
 
-    def _run_trials(self, trials: Sequence[Trial]) -> list[Record]:
-        """Run the trials that have no result, and return the records of all."""
+    def _run_trials(self, trials: Sequence[Trial], end_by: float | None = None) -> list[Record]:
+        """Run the trials that have no result, and return the records of all.
+
+        Args:
+            trials: The trials.
+            end_by: Time at which they are ended; None for the end of the search.
+        """
         runs = []
         for trial in trials:
             if not self._is_done(trial.job):
@@ -557,7 +754,7 @@ class Search:
                     trial.rounds, self._locate_checkpoint(trial, trial.rounds), self._last_checkpoint(trial)
                 )
                 runs.append(_PlannedRun(trial.job, segment))
-        self._execute_runs(runs)
+        self._execute_runs(runs, end_by)
         records = []
         for trial in trials:
             record = find_record(self.results, trial.job)
@@ -584,11 +781,12 @@ class Search:
                 return path
         return None
 
-    def _execute_runs(self, runs: Sequence["_PlannedRun"]) -> None:
+    def _execute_runs(self, runs: Sequence["_PlannedRun"], end_by: float | None = None) -> None:
         """Execute runs, and write each result when it is available."""
+        end_by = self.end_by if end_by is None else end_by
         tasks = []
         for run in runs:
-            tasks.append(RunTask(run.job.args, False, run.segment, self.end_by))
+            tasks.append(RunTask(run.job.args, False, run.segment, end_by))
         for number, result in self.carry_out(tasks):
             if result is None:
                 self._print_progress(runs[number])
@@ -637,6 +835,22 @@ class Search:
             print(f"\r\x1b[K{line}", end="", flush=True)
         else:
             print(line, flush=True)
+
+
+def cost_of(records: Sequence[Record]) -> Cost:
+    """Return what runs cost, from the records of trials among some records."""
+    costs = []
+    for record in records:
+        durations = record.get("seconds_of_rounds")
+        if durations:
+            per_run = record["seconds"] - sum(durations)
+            costs.append(Cost(per_run, median(durations[1:] or durations)))
+    return mean_cost(costs)
+
+
+def _adapter_of(point: Point) -> tuple[str | None, str | None]:
+    """Return the options of the adapter of a setting; None for those of the recipe."""
+    return point.get(ADAPTER), point.get(ADAPTER_OPTIONS)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from perada.api import OPTION_CLASSES
 from perada.cli import main
 from perada.cli.init import QUESTIONS, compose_recipe, read_source
 from perada.cli.recipes import RECIPES
-from perada.cli.runs import PeradaCLI
+from perada.cli.runs import PeradaCLI, build_compared
 from perada.data import ImageMasks, Images
+from perada.data.batches.features import FeatureStore
 from perada.server import ServerRule
 from perada.studies.choose.search import Search
 
@@ -152,6 +153,28 @@ def write_scans(foreground=255):
     Path("masks.csv").write_text("\n".join(rows))
     columns = [row.split(",") for row in rows]
     Path("ages.csv").write_text("\n".join(f"{path},{age}" for path, _, _, age in columns))
+
+
+def test_the_frozen_network_sees_each_image_of_a_first_recipe_only_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(24):
+        path = tmp_path / "images" / "ab"[number % 2] / f"class_{number // 2 % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (9 * number, 40, 200)).save(path)
+    Path("recipe.yaml").write_text(compose_recipe("images", "perada", "1", ""))
+    cli = build_compared(
+        [
+            "--config",
+            "recipe.yaml",
+            "--trainer.logger=false",
+            "--model.backbone=test_resnet",
+            "--model.pretrained=false",
+        ]
+    )
+    cli.trainer.fit(cli.model, cli.datamodule)
+    data = cli.datamodule
+    for store in (data.checked.train, data.checked.test, data.checked.public):
+        assert isinstance(data.samples_of(store), FeatureStore)
 
 
 @pytest.mark.parametrize(("foreground", "values"), [(255, {"mask_values": [0, 255]}), (1, {})])

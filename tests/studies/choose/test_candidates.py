@@ -7,7 +7,16 @@ import pytest
 import yaml
 
 from perada.cli.runs import build_compared
-from perada.studies.choose.candidates import ADAPTERS, RATE_FACTORS, AdapterOption, fitting_adapters, make_candidates
+from perada.studies.choose.candidates import (
+    ADAPTERS,
+    RATE_FACTORS,
+    SETTINGS_OF_LEVEL,
+    AdapterOption,
+    check_adapter_of_recipe,
+    fitting_adapters,
+    make_candidates,
+    make_levels,
+)
 from tests import recipes
 
 
@@ -69,6 +78,48 @@ def test_fedbn_needs_an_adapter_with_norms(configured):
     adapters = fits(configured("--federated.algorithm=FedBN", "--model.adapter=residual"))
     assert adapters
     assert {option.adapter for option in adapters} == {"residual"}
+
+
+def test_levels_have_one_adapter_each_from_the_cheapest_on_and_keep_known_settings(configured):
+    cli = configured("--federated.algorithm=Ditto")
+    adapters = fits(cli)
+    known = make_candidates("ditto", cli, adapters, 9)
+    # The recipe has the head, so its own setting is the first of the cheapest level.
+    levels = make_levels("ditto", cli, adapters, own_fits=True, known=known)
+    assert [level.adapter for level in levels] == [
+        AdapterOption("head"),
+        *(AdapterOption("residual", n) for n in (1, 2, 3)),
+    ]
+    assert levels[0].candidates[0] is known[0]
+    for level in levels:
+        factors = []
+        for candidate in level.candidates:
+            assert level is levels[0] or candidate.point.items() >= level.adapter.point().items()
+            rate = float(candidate.point.get("training.lr_local", cli.loop.training.lr_local))
+            factors.append(rate / cli.loop.training.lr_local)
+        assert factors == pytest.approx([factor for factor, _ in SETTINGS_OF_LEVEL], rel=1e-3)
+    new = [candidate for level in levels for candidate in level.candidates if candidate.number >= len(known)]
+    assert [candidate.number for candidate in new] == list(range(9, 9 + len(new)))
+
+
+def test_an_adapter_that_no_level_has_comes_last(configured):
+    cli = configured("--federated.algorithm=FedAvg", "--model.adapter=residual")
+    levels = make_levels("fedavg", cli, fits(cli), own_fits=True, known=make_candidates("fedavg", cli, ADAPTERS, 9))
+    assert levels[-1].adapter is None
+    assert levels[-1].candidates[0].point == {}
+
+
+def test_a_method_that_cannot_train_the_recipes_adapter_says_why(configured):
+    cli = configured("--federated.algorithm=FedBN", "--model.adapter=residual")
+    cli.datamodule.setup()
+    check_adapter_of_recipe(cli, cli.datamodule)
+    head = configured("--federated.algorithm=FedBN", "--model.adapter=head")
+    head.datamodule.setup()
+    with pytest.raises(ValueError, match=r"FedBN|norm"):
+        check_adapter_of_recipe(head, head.datamodule)
+    assert [level.adapter for level in make_levels("fedbn", head, fits(head), own_fits=False, known=[])] == [
+        AdapterOption("residual", n) for n in (1, 2, 3)
+    ]
 
 
 def test_a_transformer_has_lora_and_bottlenecks(configured):

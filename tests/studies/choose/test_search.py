@@ -53,14 +53,14 @@ class Runs:
     Attributes:
         tasks: The runs that were started.
         score: Returns the score of a run.
-        seconds_per_round: Duration of a round.
+        seconds_of_round: Returns the duration of a round of a run.
         interrupt_after: Number of runs after which Ctrl-C is pressed; None for never.
     """
 
     def __init__(self):
         self.tasks = []
         self.now = 1000.0
-        self.seconds_per_round = 1.0
+        self.seconds_of_round = lambda task: 1.0
         self.interrupt_after = None
         self.score = lambda task: 0.5
 
@@ -79,7 +79,7 @@ class Runs:
             rounds = complete_rounds(task) if task.segment is None else task.segment.last_round
             # A trial goes on from its checkpoint.
             former = [t.segment.last_round for t in self.tasks if task.segment and t.args == task.args]
-            seconds = (rounds - max(former, default=0)) * self.seconds_per_round + 0.5
+            seconds = (rounds - max(former, default=0)) * self.seconds_of_round(task) + 0.5
             self.tasks.append(task)
             score = self.score(task)
             if task.end_by is not None and self.now + seconds > task.end_by:
@@ -212,7 +212,7 @@ def test_the_last_rung_trains_each_method_with_all_seeds(runs):
 @pytest.mark.parametrize("minutes", [3, 5, 10, 20])
 @pytest.mark.parametrize("seconds_per_round", [0.5, 1.0])
 def test_it_ends_within_the_budget(runs, minutes, seconds_per_round):
-    runs.seconds_per_round = seconds_per_round
+    runs.seconds_of_round = lambda task: seconds_per_round
     start = runs.now
     choose("--budget", f"{minutes}m")
     assert runs.now - start <= 1.1 * 60 * minutes
@@ -224,7 +224,7 @@ def test_it_ends_within_the_budget(runs, minutes, seconds_per_round):
 def test_it_ends_within_the_budget_if_runs_become_slower_than_measured(runs, slower):
     def score(task):
         if len(runs.tasks) > 3:
-            runs.seconds_per_round = slower
+            runs.seconds_of_round = lambda task: slower
         return 0.5
 
     runs.score = score
@@ -259,6 +259,62 @@ def test_runs_have_fewer_rounds_if_the_budget_is_too_small_for_all(runs, tmp_pat
     assert page.index(f"only {explained}") < page.index("**Take ")
     recipe = (tmp_path / "choice" / "best.yaml").read_text()
     assert f"the original recipe has 9\n  max_epochs: {min(rounds)}\n" in recipe
+
+
+def adapter_of(task):
+    """The adapter of a run, and the blocks in which it is."""
+    adapter = [word.split("=")[1] for word in task.args if word.startswith("--model.adapter=")]
+    blocks = [word.split("=", 1)[1] for word in task.args if word.startswith("--model.adapter_options=")]
+    return (adapter[-1] if adapter else "the recipe's", blocks[-1] if blocks else "null")
+
+
+RESIDUAL = ("--model.adapter=residual",)
+SLOW_ADAPTER = {"the recipe's": 20.0, "head": 0.5, "residual": 2.0}
+
+
+def slow_adapters(task):
+    """Seconds of a round: the recipe's adapter, in all blocks, takes very long."""
+    kind, blocks = adapter_of(task)
+    return 20.0 if blocks == "null" and kind != "head" else SLOW_ADAPTER[kind]
+
+
+def test_a_recipe_whose_adapter_takes_too_long_is_searched_with_cheaper_ones_first(runs, tmp_path, capsys):
+    runs.seconds_of_round = slow_adapters
+    runs.score = lambda task: 0.8 if adapter_of(task)[0] == "head" else 0.5
+    choose("--budget", "4m", *RESIDUAL)
+    assert runs.now - 1000.0 <= 1.1 * 240
+    # The recipe's adapter was timed with one method only, and stopped early.
+    timed = [task for task in runs.tasks if slow_adapters(task) == 20.0]
+    assert [method_of(task) for task in timed] == ["Standalone"]
+    assert timed[0].end_by <= 1000.0 + 0.1 * 240 + 1
+    finals = [task for task in runs.tasks if not is_trial(task)]
+    assert finals
+    assert {complete_rounds(task) for task in finals} == {9}
+    assert written()["model"]["adapter"] == "head"
+    assert "cheapest adapter" in capsys.readouterr().out
+    assert "so cheaper adapters were tried first" in (tmp_path / "choice" / "choice.md").read_text()
+    assert "there was no time for dearer adapters" in (tmp_path / "choice" / "best.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_dearer_adapters_are_tried_with_all_methods_where_there_is_time(runs):
+    runs.seconds_of_round = slow_adapters
+    runs.score = lambda task: {"head": 0.6, "residual": 0.7}[adapter_of(task)[0]] if is_trial(task) else 0.6
+    choose("--budget", "12m", *RESIDUAL)
+    complete = [task for task in runs.tasks if is_trial(task) and task.segment.last_round == 9]
+    methods_of_adapter = {}
+    for task in complete:
+        methods_of_adapter.setdefault(adapter_of(task), set()).add(method_of(task))
+    assert ("head", "null") in methods_of_adapter
+    assert ("residual", '{"last_blocks": 1}') in methods_of_adapter
+    assert all(methods == {"Standalone", "FedAvg", "Ditto"} for methods in methods_of_adapter.values())
+    best = written()["model"]
+    assert best["adapter"] == "residual"
+    # Of equal ones, the cheapest.
+    assert best["adapter_options"] == {"last_blocks": 1}
+    runs.tasks.clear()
+    choose("--budget", "12m", *RESIDUAL)
+    assert runs.tasks == []
 
 
 def test_a_larger_budget_replaces_the_shorter_runs_of_a_smaller_one(runs, tmp_path):
