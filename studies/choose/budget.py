@@ -123,6 +123,7 @@ class SearchPlan:
         seeds: Seeds of these runs.
         rounds: Rounds of a complete run.
         num_levels: Adapters that are tried one after another, from the cheapest on; 0 if settings are drawn from all.
+        num_added: Settings of the cheapest adapter that were added in the time that was not enough for a dearer one.
     """
 
     methods: tuple[str, ...]
@@ -132,6 +133,7 @@ class SearchPlan:
     seeds: tuple[int, ...]
     rounds: int
     num_levels: int = 0
+    num_added: int = 0
 
     @property
     def rungs(self) -> list[Rung]:
@@ -169,7 +171,8 @@ class SearchPlan:
 
     def describe(self) -> str:
         """Return the plan as a sentence for people."""
-        settings = "one setting" if self.num_candidates == 1 else f"{self.num_candidates} settings"
+        number = self.num_candidates + self.num_added
+        settings = "one setting" if number == 1 else f"{number} settings"
         draws = "" if self.num_draws == 1 else f" on {self.num_draws} draws of held-out images"
         steps = " → ".join(f"{rung.num_candidates} for {rung.rounds}" for rung in self.rungs)
         seeds = "one seed" if len(self.seeds) == 1 else f"{len(self.seeds)} seeds"

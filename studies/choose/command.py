@@ -143,8 +143,9 @@ def _search_and_write(
             _hand_over(make_cli, search, folder, counts, interrupted=True)
             raise
     _hand_over(make_cli, search, folder, counts, interrupted=False)
-    # The trials' checkpoints hold models and names of clients, and are of no use any more.
-    shutil.rmtree(folder / "trials", ignore_errors=True)
+    if search.is_largest or options.anonymous:
+        # The trials' checkpoints hold models and names of clients. With a larger budget, a search goes on from them.
+        shutil.rmtree(folder / "trials", ignore_errors=True)
 
 
 def _check_folder(folder: Path) -> None:

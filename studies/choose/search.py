@@ -268,6 +268,15 @@ class Search:
         return records
 
     @property
+    def is_largest(self) -> bool:
+        """Whether everything was tried that would be if time did not matter."""
+        if self.plan is None or self.ran_out_of_time:
+            return False
+        return replace(self.plan, methods=(), num_finalists=0) == replace(
+            self.largest_plan, methods=(), num_finalists=0
+        )
+
+    @property
     def elapsed(self) -> float:
         """Seconds that were spent, by earlier commands too."""
         return time.time() - self._started_at
@@ -291,7 +300,7 @@ class Search:
         self._write_state()
         self._print_plan()
         if self.plan.num_levels:
-            self._climb(self.plan)
+            self._search_cheapest_first(self.plan)
         else:
             self._run_all_settings(self.plan)
         self._train_finalists(self.plan)
@@ -308,34 +317,67 @@ class Search:
             print(f"\nTime is left, so the search becomes larger: {larger.describe()}.", flush=True)
             self._run_rungs(larger)
 
-    def _climb(self, plan: SearchPlan) -> None:
-        """Run the rungs with the cheapest adapter, then the best setting of each method with dearer ones.
+    def _search_cheapest_first(self, plan: SearchPlan) -> None:
+        """Run the rungs with the cheapest adapter, then dearer ones, and other settings of the cheapest in the rest.
+
+        Args:
+            plan: The plan; if the search goes on, with the levels and settings that an earlier command had time for.
+        """
+        self.plan = replace(plan, num_levels=1, num_added=0)
+        self._run_rungs(self.plan)
+        if self.plan.rounds < self.largest_plan.rounds or self.ran_out_of_time or not self.best_of_method:
+            self.notes.append("dearer adapters were not tried: the budget is too small")
+            return
+        self._climb(plan.num_levels)
+        self._add_settings(plan.num_added)
+
+    def _climb(self, num_levels_before: int) -> None:
+        """Try the best setting of each method with dearer adapters.
 
         Each adapter is tried with all methods or with none. It keeps the rates and λ that were best with the cheapest.
+
+        Args:
+            num_levels_before: Adapters that an earlier command tried.
         """
-        num_levels_done_before = plan.num_levels
-        self.plan = replace(plan, num_levels=1)
-        self._run_rungs(self.plan)
-        most_levels = max(len(self.methods[method].levels) for method in plan.methods)
-        while not self.ran_out_of_time and self.best_of_method and self.plan.num_levels < most_levels:
+        assert self.plan is not None
+        most_levels = max(len(self.methods[method].levels) for method in self.plan.methods)
+        while self.plan.num_levels < most_levels:
             climbed = self._candidates_of_next_level(self.plan)
             title = self._title_of_next_level(self.plan)
-            is_done = self.plan.num_levels < num_levels_done_before
-            has_all_rounds = self.plan.rounds == self.largest_plan.rounds
-            if not is_done and not (has_all_rounds and self._has_time_for_level(climbed, self.plan)):
-                self.notes.append(f"dearer adapters, from {title} on, were not tried: the budget is too small")
-                return
-            self.plan = replace(self.plan, num_levels=self.plan.num_levels + 1)
-            self.state.plan = self.plan
-            self._write_state()
-            if not is_done:
+            if self.plan.num_levels >= num_levels_before:
+                if not self._has_time_for_level(climbed, self.plan):
+                    self.notes.append(f"dearer adapters, from {title} on, were not tried: the budget is too small")
+                    return
                 print(f"\nTime is left, so the next adapter is tried: {title}.", flush=True)
-            trials = [trial for candidate in climbed for trial in self._trials_of(candidate, self.plan)]
-            self._run_trials(trials)
-            scores: dict[str, list[HeldOutScores]] = {method: [] for method in self.plan.methods}
-            self._collect_scores(trials, self.plan.rounds, scores)
-            for method, scores_of_method in scores.items():
-                self.scores.setdefault(method, []).extend(scores_of_method)
+            self._run_complete(climbed, replace(self.plan, num_levels=self.plan.num_levels + 1))
+
+    def _add_settings(self, num_added_before: int) -> None:
+        """Try other rates and λ with the cheapest adapter while there is time.
+
+        Args:
+            num_added_before: Settings of each method that an earlier command added.
+        """
+        assert self.plan is not None
+        for place in range(self.plan.num_candidates, len(SETTINGS_OF_LEVEL)):
+            added = [self.methods[method].levels[0].candidates[place] for method in self.best_of_method]
+            trials = [trial for candidate in added for trial in self._trials_of(candidate, self.plan)]
+            if self.plan.num_added >= num_added_before:
+                if not self._has_time_for(trials, self.plan):
+                    return
+                print("\nTime is left, so another setting of each method is tried.", flush=True)
+            self._run_complete(added, replace(self.plan, num_added=self.plan.num_added + 1))
+
+    def _run_complete(self, candidates: Sequence[Candidate], plan: SearchPlan) -> None:
+        """Run settings for all rounds, beside those that were scored before, as a part of a larger plan."""
+        self.plan = plan
+        self.state.plan = plan
+        self._write_state()
+        trials = [trial for candidate in candidates for trial in self._trials_of(candidate, plan)]
+        self._run_trials(trials)
+        scores: dict[str, list[HeldOutScores]] = {method: [] for method in plan.methods}
+        self._collect_scores(trials, plan.rounds, scores)
+        for method, scores_of_method in scores.items():
+            self.scores.setdefault(method, []).extend(scores_of_method)
 
     def _trials_of(self, candidate: Candidate, plan: SearchPlan) -> list[Trial]:
         """Return the complete trials of a setting on all draws."""
@@ -446,7 +488,8 @@ class Search:
             self.options.budget - self.elapsed,
             self.options.jobs,
         )
-        has_few = plan is None or plan.rounds < self.largest_plan.rounds or plan.num_candidates < FEW_SETTINGS
+        fewest_settings = min(FEW_SETTINGS, self.largest_plan.num_candidates)
+        has_few = plan is None or plan.rounds < self.largest_plan.rounds or plan.num_candidates < fewest_settings
         self._tries_cheapest_first = has_few and len(search.levels) > 1
         if not self._tries_cheapest_first or is_cheapest:
             self._check_budget(method)

@@ -317,6 +317,44 @@ def test_dearer_adapters_are_tried_with_all_methods_where_there_is_time(runs):
     assert runs.tasks == []
 
 
+@pytest.mark.slow
+def test_checkpoints_of_trials_are_kept_until_a_larger_budget_would_try_no_more(runs):
+    choose("--budget", "1m")
+    checkpoint = Path("choice/trials/some.ckpt")
+    checkpoint.parent.mkdir()
+    checkpoint.touch()
+    choose("--budget", "1m")
+    assert checkpoint.exists()
+    choose("--budget", "1h")
+    assert not checkpoint.parent.exists()
+    # They have the names of clients.
+    choose("--budget", "1m", "--anonymous", "--output", "anonymous")
+    Path("anonymous/trials").mkdir()
+    choose("--budget", "1m", "--anonymous", "--output", "anonymous")
+    assert not Path("anonymous/trials").exists()
+
+
+@pytest.mark.slow
+def test_time_that_is_too_short_for_a_dearer_adapter_goes_into_settings_of_the_cheapest(runs, tmp_path):
+    runs.seconds_of_round = lambda task: 0.5 if adapter_of(task)[0] == "head" else 20.0
+
+    def score(task):
+        return 0.7 if "--training.lr_local=0.3" in task.args else 0.5
+
+    runs.score = score
+    words = ("--budget", "4m", "--training.lr_local=0.1", *RESIDUAL)
+    choose(*words)
+    assert runs.now - 1000.0 <= 1.1 * 240
+    complete = [task for task in runs.tasks if is_trial(task) and task.segment.last_round == 9]
+    assert {adapter_of(task)[0] for task in complete} == {"head"}
+    assert len({method_of(task) for task in complete}) == 3
+    assert written()["training"]["lr_local"] == 0.3
+    assert "dearer adapters, from residual in the last block on" in (tmp_path / "choice" / "choice.md").read_text()
+    runs.tasks.clear()
+    choose(*words)
+    assert runs.tasks == []
+
+
 def test_a_larger_budget_replaces_the_shorter_runs_of_a_smaller_one(runs, tmp_path):
     choose("--budget", "1m")
     choose("--budget", "30m")
