@@ -52,6 +52,8 @@ BENCHMARKS = {
     "advice_aa": "verdicts",
     "advice_known": "verdicts",
     "choice_known": "choices",
+    "choice_folders": "own_folders",
+    "first_adapters": "own_folders",
     "few_shot": "few_shot",
     "rare_classes": "rare_labels",
     "unknown_labels": "rare_labels",

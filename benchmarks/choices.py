@@ -90,11 +90,11 @@ def _choose(clients: list[Client], goal: str, device: torch.device, quick: bool)
             _write_images(folder / "images" / f"site{number}" / "train", client.train)
             _write_images(folder / "images" / f"site{number}" / "test", client.test)
         rounds = "2" if quick else str(ROUNDS)
-        _run_perada(folder, ["init", "--images", "images", "--yes", "--rounds", rounds])
+        run_perada(folder, ["init", "--images", "images", "--yes", "--rounds", rounds])
         budget = "2m" if quick else BUDGET
         seeds = ["--seeds", "0"] if quick else []
         options = ["--budget", budget, "--goal", goal, *seeds, f"--trainer.accelerator={device.type}", *SMALL_NETWORK]
-        _run_perada(folder, ["choose", "recipe.yaml", *options])
+        run_perada(folder, ["choose", "recipe.yaml", *options])
         return Choice.from_recipe(yaml.safe_load((folder / "choice" / "best.yaml").read_text(encoding="utf-8")))
 
 
@@ -106,7 +106,7 @@ def _write_images(folder: Path, images: TensorDataset) -> None:
         Image.fromarray(pixels[0].numpy()).save(path)
 
 
-def _run_perada(folder: Path, words: list[str]) -> None:
+def run_perada(folder: Path, words: list[str]) -> None:
     """Run a command in a folder.
 
     Raises:

@@ -118,6 +118,8 @@ def test_every_benchmark_runs(tmp_path):
             "advice_aa",
             "advice_known",
             "choice_known",
+            "choice_folders",
+            "first_adapters",
             "start_up",
             "few_shot",
             "rare_classes",
