@@ -47,7 +47,8 @@ class Training:
             compiled.
         checkpointing: Gradient checkpointing: a pass keeps only the inputs of the network's repeated blocks, which run
             again in the backward pass. Gradients are the same; a step takes less memory and a quarter to a half longer
-            (docs/memory.md). Not for private gradients.
+            (docs/memory.md). ``auto`` estimates the memory of a step at set-up, and turns it on if the device has less.
+            Not for private gradients.
 
     Raises:
         ValueError: If an option is out of range.
@@ -72,7 +73,7 @@ class Training:
     channels_last: bool | None = None
     cache_features: bool | None = None
     torch_compile: bool | dict[str, Any] = False
-    checkpointing: bool = False
+    checkpointing: bool | Literal["auto"] = False
 
     def __post_init__(self) -> None:
         use_plain_numbers(self)
@@ -94,8 +95,8 @@ class Training:
         check_options("torch_compile", compile_options, "{'dynamic': True}")
         check_choice("channels_last", self.channels_last, (None, True, False))
         check_choice("cache_features", self.cache_features, (None, True, False))
-        check_choice("checkpointing", self.checkpointing, (True, False))
-        if self.checkpointing and self.torch_compile not in (False, None):
+        check_choice("checkpointing", self.checkpointing, (True, False, "auto"))
+        if self.checkpointing is True and self.torch_compile not in (False, None):
             raise OptionError(
                 f"checkpointing=True cannot be combined with torch_compile={self.torch_compile!r}: compiled passes do "
                 "not record what a block depends on; leave one of them out",

@@ -180,7 +180,7 @@ class FederatedClassifier(pl.LightningModule):
         torch_compile = self.training_options.torch_compile
         compile_options = {} if torch_compile is True else torch_compile or None
         recomputed: tuple[str, ...] = ()
-        if self.training_options.checkpointing:
+        if self.training_options.checkpointing is True:
             recomputed = repeated_blocks(self.model, self.adapted.backbone.name)
         self._make_engine = partial(
             make_engine,
@@ -196,6 +196,19 @@ class FederatedClassifier(pl.LightningModule):
     def use_loop_engine(self) -> None:
         """Train one client after another, because the network mixes the images of a batch."""
         self.engine = self._make_engine("loop")
+
+    def use_checkpointing(self) -> None:
+        """Recompute the network's blocks in the backward pass, because a step would not fit the memory otherwise.
+
+        Raises:
+            OptionError: If the network has no repeated blocks.
+        """
+        assert self.adapted is not None
+        recomputed = repeated_blocks(self.model, self.adapted.backbone.name)
+        kind = self.engine.kind
+        self._make_engine = partial(self._make_engine, recomputed=recomputed)
+        # A network that mixes the images of a batch has fallen back to the loop already.
+        self.engine = self._make_engine("loop" if kind == "loop" else self.training_options.engine)
 
     @property
     def spec(self) -> ModelSpec:

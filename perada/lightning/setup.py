@@ -33,6 +33,7 @@ from perada.lightning.checks import (
     dry_run_foreign_classes,
     set_up_feature_cache,
 )
+from perada.lightning.memory import choose_checkpointing
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.privacy_setup import (
     check_private,
@@ -82,6 +83,8 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
     if settings.algorithm.needs_class_counts and batch.classes is None and trains:
         raise no_counts(settings.algorithm)
     check_first_batch(context, batch, trains)
+    if trains:
+        _choose_checkpointing(context, batch.x)
     trunk = set_up_feature_cache(context, batch.x[0, 0])
     # After these checks the engine may have fallen back to the loop, or run features in place of images.
     chunks = _choose_chunks(context, batch.x[0, 0])
@@ -183,13 +186,32 @@ def _choose_chunks(context: RunContext, first_image: Tensor | None) -> Chunks:
     image_bytes = activation_bytes(context.module.model, first_image, engine.recomputed)
     if image_bytes is None:
         return Chunks(None)
+    client_bytes = image_bytes * _images_in_step(context) * _models_in_step(context)
+    return chunks_in_memory(client_bytes, clients_per_round, threads)
+
+
+def _choose_checkpointing(context: RunContext, images: Tensor) -> None:
+    """Choose gradient checkpointing with ``checkpointing="auto"``, and check it if it is used.
+
+    Args:
+        context: The run.
+        images: Prepared training images of some clients (C, B, ...).
+    """
+    if context.module.training_options.checkpointing != "auto":
+        return
+    image = images[0, 0]
+    chunks = _choose_chunks(context, image)
+    if choose_checkpointing(context, image, _images_in_step(context), _models_in_step(context), chunks):
+        check_checkpointing(context, images)
+
+
+def _images_in_step(context: RunContext) -> int:
+    """Return the number of images of a client in a step, at most."""
     batch_size = context.data.batch_size
     if isinstance(batch_size, str):
         # "full": all images of a client.
-        num_images: int = max(context.data.train_sizes)
-    else:
-        num_images = batch_size
-    return chunks_in_memory(image_bytes * num_images * _models_in_step(context), clients_per_round, threads)
+        return max(context.data.train_sizes)
+    return batch_size
 
 
 def _models_in_step(context: RunContext) -> int:
