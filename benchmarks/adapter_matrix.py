@@ -22,6 +22,7 @@ from peft import PeftConfig
 from torch.utils.data import TensorDataset
 
 import perada
+from benchmarks import backbone_list
 from perada.core.seeding import generator
 from perada.data import FederatedData
 from perada.results.report import table
@@ -241,6 +242,11 @@ def main() -> None:
     commit = git.stdout.strip()
     cells: dict[tuple[str, str], Cell] = {}
     options.output.parent.mkdir(parents=True, exist_ok=True)
+    # The section of benchmarks.backbone_list stays at the end of the page.
+    other_sections = ""
+    if options.output.is_file():
+        _, has_section, section = options.output.read_text().partition(backbone_list.START)
+        other_sections = f"\n{has_section}{section}"
     for backbone in options.backbones:
         for adapter in options.adapters:
             new_cells = matrix([backbone], [adapter])
@@ -248,7 +254,7 @@ def main() -> None:
             for outcome in new_cells.values():
                 print(backbone, adapter, outcome.verdict, outcome.why, sep="\t", flush=True)
         # After each backbone, since the others may take long.
-        options.output.write_text(page(cells, commit))
+        options.output.write_text(page(cells, commit) + other_sections)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def _project(
     added: Added | None,
 ) -> list[Tensor]:
     """Return queries (R, L, E), keys and values (R, S, E) of three inputs."""
-    is_packed = attention._qkv_same_embed_dim
+    is_packed = attention.in_proj_weight is not None
     size = attention.embed_dim
     everything = slice(0, 3 * size)
     if is_packed and inputs[0] is inputs[1] and inputs[1] is inputs[2]:
@@ -249,8 +249,8 @@ class StackedAttention(StackedLayer):
             # A tensor without a client axis is treated like a frozen one.
             self.frozen = set(self._parameters)
             self.merged = set()
-        # torch's layer has None in the place of biases that it lacks.
-        for name in ("in_proj_bias", "bias_k", "bias_v"):
+        # torch's layer has None in the place of tensors that it lacks.
+        for name in ("in_proj_weight", "in_proj_bias", "bias_k", "bias_v"):
             if name not in self._parameters:
                 self.register_parameter(name, None)
         self._modules.update(children)

@@ -167,7 +167,7 @@ def adapts_attention(config: object) -> bool:
 
 def is_packed(module: nn.Module) -> bool:
     """Return whether a module is torch's attention with one weight for queries, keys and values."""
-    return type(module) is nn.MultiheadAttention and module._qkv_same_embed_dim
+    return type(module) is nn.MultiheadAttention and module.in_proj_weight is not None
 
 
 def add_to_projections(model: nn.Module) -> None:
