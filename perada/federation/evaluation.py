@@ -45,7 +45,7 @@ class EvaluationPass:
         federation: Whose models are scored.
         metrics: The metrics; names of scores of the first one have no suffix.
         everywhere: Clients whose models run on everyone's images.
-        both: Predicts with both models of a client, which is then scored too; None not to.
+        both_models: Predicts with both models of a client, which is then scored too; None not to.
 
     Attributes:
         per_class: Scores of classes by name, (M, K) or (K,); filled by :meth:`result`.
@@ -474,7 +474,7 @@ class ShiftedEvaluation:
         everywhere: Clients whose models are scored.
         others: Whether a client's model is scored only on the images of the other clients, and the global model as if
             it were each client's, mean over clients.
-        both: Predicts with both models of a client, which is then scored too; None not to.
+        both_models: Predicts with both models of a client, which is then scored too; None not to.
 
     Attributes:
         typical_shares: The share (M,) of the images that look like the client's own, NaN for clients that were not

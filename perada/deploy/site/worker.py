@@ -38,7 +38,7 @@ class SiteWorker:
 
     Args:
         store: State folder of the site.
-        clients: The recipes that the site approves, with its data, by their digest.
+        clients_by_recipe: The recipes that the site approves, with its data, by their digest.
         may_send: What of :data:`perada.deploy.protocol.MAY_SEND` may leave the site in addition to updates.
         log: Log for reasons, which never leave the site.
         party: The site among those that it hides among, for recipes with secure sums.
