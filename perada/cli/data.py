@@ -21,7 +21,7 @@ from perada.core.text import abbreviated, printable, printable_json
 from perada.data import IID, ByDomain, FederatedDataModule, HuggingFace, ImageMasks, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.medical.facts import differences
-from perada.data.medical.reading import kind_of
+from perada.data.medical.reading import medical_kind
 from perada.data.partitions.division import Division
 from perada.data.partitions.shares import Array
 from perada.data.sets.folders import have_masks
@@ -90,7 +90,7 @@ def infer_mask_values(files: Sequence[str]) -> dict[str, list[int]]:
         files_of_folder.setdefault(str(Path(file).parent), []).append(file)
     sampled = [file for folder_files in files_of_folder.values() for file in folder_files[:MASKS_READ]]
     for file in sampled:
-        if kind_of(file) is not None:
+        if medical_kind(file) is not None:
             # Volumes of labels hold the numbers of classes.
             return {}
         with Image.open(file) as mask:

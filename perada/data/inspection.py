@@ -25,7 +25,7 @@ from perada.core.text import abbreviated
 from perada.data.batches.datasets import declared_labels, length, resolve_subset
 from perada.data.batches.transforms import WHOLE_SCALE, decode, read_image, to_image
 from perada.data.medical.facts import ClientHeaders, HeaderFacts, header_facts
-from perada.data.medical.reading import Kind, kind_of, split_number
+from perada.data.medical.reading import Kind, medical_kind, split_number
 from perada.data.partitions.division import Division, positions
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import ImageSet, split_of
@@ -332,7 +332,7 @@ def _read_facts(image_set: ImageSet, row: int) -> _ImageFacts:
         return _ImageFacts(path, problem=str(error))
     # A path names the frame; sets without files have the content only.
     source = path if os.path.exists(split_number(path).file) else io.BytesIO(content)
-    kind = kind_of(source)
+    kind = medical_kind(source)
     if kind is not None:
         return _read_medical_facts(image_set, path, source, kind)
     with Image.open(io.BytesIO(content)) as picture:

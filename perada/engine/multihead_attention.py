@@ -75,7 +75,7 @@ def run_attention(
     rows_of = {id(tensor): to_rows(tensor) for tensor in (query, key, value)}
     # One tensor for each argument, so that one that is passed three times is projected once.
     inputs = [rows_of[id(tensor)] for tensor in (query, key, value)]
-    queries, keys, values = _project(attention, inputs, added)
+    queries, keys, values = _project_inputs(attention, inputs, added)
 
     if attention.bias_k is not None:
         keys = torch.cat([keys, _token_of_rows(attention, "bias_k", len(keys))], 1)
@@ -84,7 +84,7 @@ def run_attention(
         keys = F.pad(keys, (0, 0, 0, 1))
         values = F.pad(values, (0, 0, 0, 1))
     mask = _merged_mask(options, queries, num_keys=keys.shape[1], num_heads=attention.num_heads)
-    heads, weights = _attend(
+    heads, weights = _weigh_values(
         attention,
         _split_heads(queries, attention.num_heads),
         _split_heads(keys, attention.num_heads),
@@ -112,7 +112,7 @@ def _rows_first(is_batched: bool, batch_first: bool) -> Callable[[Tensor], Tenso
     return lambda tensor: tensor
 
 
-def _project(
+def _project_inputs(
     attention: Any,  # noqa: ANN401  # nn.MultiheadAttention or its twin
     inputs: list[Tensor],
     added: Added | None,
@@ -201,7 +201,7 @@ def _merged_mask(options: AttentionOptions, like: Tensor, num_keys: int, num_hea
     return merged
 
 
-def _attend(
+def _weigh_values(
     attention: Any,  # noqa: ANN401  # nn.MultiheadAttention or its twin
     queries: Tensor,
     keys: Tensor,

@@ -32,7 +32,7 @@ def repeated_blocks(model: nn.Module, name: str) -> tuple[str, ...]:
     """
     paths: list[str] = []
     for parents in (CONTAINERS, (nn.Module,)):
-        num_blocks_of = Counter(type(_without_adapter(block)) for block in _candidates(model, parents))
+        num_blocks_of = Counter(type(_without_adapter(block)) for block in _find_candidates(model, parents))
         repeated = {kind for kind, count in num_blocks_of.items() if count > 1}
         paths = paths or _find_blocks(model, "", parents, repeated)
     if not paths:
@@ -53,7 +53,7 @@ def _without_adapter(module: nn.Module) -> nn.Module:
     return module
 
 
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the children of a module of the network with their paths in it, without those of adapters."""
     path = ""
     while isinstance(module, BaseTunerLayer):
@@ -66,12 +66,12 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield f"{path}{name}", child
 
 
-def _candidates(module: nn.Module, parents: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
+def _find_candidates(module: nn.Module, parents: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
     """Yield the modules with enough layers that are children of one of the classes ``parents``."""
-    for _, child in _children(module):
+    for _, child in _children_of(module):
         if isinstance(_without_adapter(module), parents) and _may_be_block(child):
             yield child
-        yield from _candidates(child, parents)
+        yield from _find_candidates(child, parents)
 
 
 def _may_be_block(module: nn.Module) -> bool:
@@ -83,7 +83,7 @@ def _count_layers(module: nn.Module) -> int:
     """Return the number of layers of the network with a matrix of weights in a module, without those of adapters."""
     parameters = _without_adapter(module).parameters(recurse=False)
     has_matrix = any(parameter.dim() > 1 for parameter in parameters)
-    return has_matrix + sum(_count_layers(child) for _, child in _children(module))
+    return has_matrix + sum(_count_layers(child) for _, child in _children_of(module))
 
 
 def _find_blocks(
@@ -98,7 +98,7 @@ def _find_blocks(
         repeated: Classes of blocks.
     """
     blocks: list[str] = []
-    for name, child in _children(module):
+    for name, child in _children_of(module):
         child_path = f"{path}.{name}".lstrip(".")
         inner = _find_blocks(child, child_path, parents, repeated)
         is_block = isinstance(_without_adapter(module), parents) and type(_without_adapter(child)) in repeated

@@ -20,7 +20,7 @@ from perada.data import ByDomain, FederatedDataModule, ImageFolder, Images, Imag
 from perada.data.batches.transforms import read_image
 from perada.data.broken_images import without_broken
 from perada.data.medical.facts import header_facts
-from perada.data.medical.reading import MedicalReading, kind_of
+from perada.data.medical.reading import MedicalReading, medical_kind
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.medical_rows import SALT_VARIABLE
 from tests.data.dicom_files import TEST_FILES, linear, pydicom, write
@@ -308,7 +308,7 @@ def test_errors_have_no_value_of_a_header(tmp_path):
 def test_contents_without_a_file_are_read_and_described(root):
     """As of sets of Hugging Face."""
     content = io.BytesIO((root / "south" / "benign" / "021.dcm").read_bytes())
-    assert kind_of(content) == "DICOM"
+    assert medical_kind(content) == "DICOM"
     assert read_image(content, "").shape == (1, SIDE, SIDE)
     facts = header_facts(content, "DICOM")
     assert facts["manufacturer"] == "Beta" and facts["size"] == f"{SIDE} x {SIDE}"

@@ -28,7 +28,7 @@ from perada.data.medical.reading import (
     DEFAULT_READING,
     MedicalReading,
     decode_medical,
-    kind_of,
+    medical_kind,
     size_of_medical,
 )
 from perada.engine.engine import real_rows
@@ -143,7 +143,7 @@ def upright_size(pil_image: Image.Image) -> tuple[int, int]:
 
 def size_of_file(file: str | Path | IO[bytes], medical: MedicalReading = DEFAULT_READING) -> tuple[int, int]:
     """Return width and height of an image file after the rotation in its metadata."""
-    kind = kind_of(file)
+    kind = medical_kind(file)
     if kind is not None:
         return size_of_medical(file, kind, medical)
     with Image.open(file) as image:
@@ -269,7 +269,7 @@ def read_image(
 def _decode_file(
     file: str | Path | IO[bytes], mode: str | None, full_scale: float | None, medical: MedicalReading
 ) -> Tensor:
-    kind = kind_of(file)
+    kind = medical_kind(file)
     if kind is not None:
         return decode(Image.fromarray(decode_medical(file, kind, medical)), mode)
     with Image.open(file) as image:

@@ -61,7 +61,7 @@ def _limit_memory(used: int, frame_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
 
 
-def _decode(request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
+def _decode_frame(request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
     """Return the answer to a request: type and shape of the frame, and its values."""
     # The other process imports this file, too, also where pydicom is not installed.
     from pydicom.encaps import encapsulate
@@ -93,7 +93,7 @@ def main() -> None:
         request, content = message
         _limit_memory(_used_memory(), request["frame_bytes"])
         try:
-            header, values = _decode(request, content)
+            header, values = _decode_frame(request, content)
         except Exception as error:  # decoders raise many types, whose texts may quote the file
             header = {"error": type(error).__name__}
             values = b""

@@ -25,7 +25,7 @@ from perada.data.medical.headers import (
     open_source,
     pixel_format,
     read_dataset,
-    read_frame,
+    read_stored_frame,
     text,
     transfer_syntax,
 )
@@ -145,7 +145,7 @@ def _read_frame(file: IO[bytes], frame: int | None) -> tuple[DicomFrame, bytes |
         stored_as = pixel_format(dataset)
         number = stored_as.num_frames // 2 + 1 if frame is None else frame
         if 1 <= number <= stored_as.num_frames:
-            part = read_frame(file, stored_as, number - 1)
+            part = read_stored_frame(file, stored_as, number - 1)
             if part is not None:
                 return DicomFrame(dataset, stored_as, number - 1), part
     file.seek(0)
@@ -184,7 +184,7 @@ def _no_pixels_error(dataset: Any) -> MedicalImageError:  # noqa: ANN401  # a Da
 def _stored_values(frame: DicomFrame) -> tuple[Values, str]:
     """Return the values of a frame (H, W) or (H, W, 3), and their photometric interpretation."""
     if frame.format.is_encapsulated:
-        return _decompress(frame)
+        return _decompress_frame(frame)
     return _native_values(frame)
 
 
@@ -261,7 +261,7 @@ def _used_bits(values: Values, stored_as: PixelFormat) -> Values:
     return (values << above) >> (above + below)
 
 
-def _decompress(frame: DicomFrame) -> tuple[Values, str]:
+def _decompress_frame(frame: DicomFrame) -> tuple[Values, str]:
     """Return the values of a compressed frame."""
     from pydicom.encaps import encapsulate, get_frame
     from pydicom.pixels import get_decoder
@@ -308,7 +308,7 @@ def _grey_levels(frame: DicomFrame, values: Values, window: Window) -> Pixels:
     """Return the grey levels of stored values."""
     if not np.isfinite(values).all():
         raise MedicalImageError("its pixels have NaN or infinity")
-    is_padding = _padding(frame, values)
+    is_padding = _find_padding(frame, values)
     content = values if is_padding is None else values[~is_padding]
     if not content.size:
         return np.zeros(values.shape, np.uint8)
@@ -327,7 +327,7 @@ def _grey_levels(frame: DicomFrame, values: Values, window: Window) -> Pixels:
     return levels
 
 
-def _padding(frame: DicomFrame, values: Values) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+def _find_padding(frame: DicomFrame, values: Values) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
     """Return which pixels are padding (PS3.3, C.7.5.1.1.2); None if there is no such value."""
     if "PixelPaddingValue" not in frame.dataset or values.dtype.kind == "f":
         return None
@@ -395,7 +395,7 @@ class _GreyMapping:
 
 def modality_values(frame: DicomFrame, stored: Values) -> FloatArray:
     """Return values in the unit of the modality, such as Hounsfield units, by its table or its slope and intercept."""
-    sequence = _sequence(frame.dataset, "ModalityLUTSequence")
+    sequence = _read_sequence(frame.dataset, "ModalityLUTSequence")
     if sequence:
         return _read_table(sequence[0], frame.format.is_signed).apply(stored.astype(np.float64))
     source = frame.of_frame("PixelValueTransformationSequence", "RescaleSlope")
@@ -406,7 +406,7 @@ def modality_values(frame: DicomFrame, stored: Values) -> FloatArray:
     return stored.astype(np.float64) * slopes[0] + intercepts[0]
 
 
-def _sequence(dataset: Any, keyword: str) -> list[Any]:  # noqa: ANN401  # a Dataset
+def _read_sequence(dataset: Any, keyword: str) -> list[Any]:  # noqa: ANN401  # a Dataset
     """Return the items of a sequence; none if it is missing."""
     try:
         return list(dataset.get(keyword) or [])
@@ -492,7 +492,7 @@ def _full_window(frame: DicomFrame, content: Values) -> GreyWindow:
     """Return the window of a file that has none: all values of up to 8 bits, and of more bits those that occur."""
     stored_as = frame.format
     if content.dtype.kind in "iu" and stored_as.bits_stored <= 8:
-        tables = _sequence(frame.dataset, "ModalityLUTSequence")
+        tables = _read_sequence(frame.dataset, "ModalityLUTSequence")
         if tables:
             return range_window(0, 2 ** _read_table(tables[0], stored_as.is_signed).bits - 1)
         low = -(2 ** (stored_as.bits_stored - 1)) if stored_as.is_signed else 0
@@ -508,7 +508,7 @@ def windows_in_file(frame: DicomFrame) -> list[GreyWindow | LookupTable]:
         MedicalImageError: If a width is too small for the window's function.
     """
     tables: list[GreyWindow | LookupTable] = []
-    for item in _sequence(frame.dataset, "VOILUTSequence"):
+    for item in _read_sequence(frame.dataset, "VOILUTSequence"):
         tables.append(_read_table(item, first_is_signed=_has_signed_modality(frame)))
     source = frame.of_frame("FrameVOILUTSequence", "WindowCenter")
     centres = numbers(source, "WindowCenter")

@@ -258,7 +258,7 @@ BIG_ENDIAN = "1.2.840.10008.1.2.2"
 _UNDEFINED_LENGTH = 0xFFFFFFFF
 
 
-def read_frame(file: IO[bytes], stored_as: PixelFormat, index: int) -> bytes | None:
+def read_stored_frame(file: IO[bytes], stored_as: PixelFormat, index: int) -> bytes | None:
     """Read the bytes of one of many frames, so that the others need not be read.
 
     Args:

@@ -53,16 +53,16 @@ class DecoderProcess:
         request = {"syntax": syntax, "plugins": plugins, "options": options, "frame_bytes": frame_bytes}
         seconds = SECONDS + SECONDS_PER_MEGABYTE * frame_bytes / 2**20
         with self._lock:
-            answer = self._ask(request, frame, seconds)
+            answer = self._send_request(request, frame, seconds)
         header, content = answer
         if "error" in header:
             raise MedicalImageError(f"its compressed pixel data are damaged ({header['error']})")
         values = np.frombuffer(content, dtype=np.dtype(header["dtype"])).reshape(header["shape"])
         return values, header["photometric"]
 
-    def _ask(self, request: dict[str, Any], frame: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
+    def _send_request(self, request: dict[str, Any], frame: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
         """Send a request and return the answer; an answer with ``error`` if the process crashed or took too long."""
-        process = self._running()
+        process = self._running_process()
         assert process.stdin is not None and process.stdout is not None
         timed_out = threading.Event()
 
@@ -89,7 +89,7 @@ class DecoderProcess:
         reason = f"not decoded in {seconds:.0f} s" if timed_out.is_set() else "the decoder crashed"
         return {"error": reason}, b""
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running_process(self) -> subprocess.Popen[bytes]:
         """Return the process, started if there is none. A forked process does not use that of its parent."""
         is_own = self._process is not None and self._owner == os.getpid()
         if not is_own or self._process is None or self._process.poll() is not None:

@@ -123,7 +123,7 @@ def volume_shape(source: str | Path | IO[bytes]) -> tuple[int, int, int]:
     """
     nibabel = _import_nibabel()
     with open_source(source) as file:
-        content = _inflated(file, header_only=True)
+        content = _read_inflated(file, header_only=True)
     try:
         header_class = nibabel.Nifti2Header if _is_second(content) else nibabel.Nifti1Header
         header = header_class.from_fileobj(io.BytesIO(content))
@@ -175,7 +175,7 @@ def _three_sides(shape: tuple[int, ...]) -> tuple[int, int, int]:
 def _read_volume(source: str | Path | IO[bytes]) -> Volume:
     nibabel = _import_nibabel()
     with open_source(source) as file:
-        content = _inflated(file)
+        content = _read_inflated(file)
     try:
         image_class = nibabel.Nifti2Image if _is_second(content) else nibabel.Nifti1Image
         image = image_class.from_bytes(content)
@@ -205,7 +205,7 @@ def _check_size(shape: tuple[int, int, int], header: Any, num_bytes: int) -> Non
         )
 
 
-def _inflated(file: IO[bytes], header_only: bool = False) -> bytes:
+def _read_inflated(file: IO[bytes], header_only: bool = False) -> bytes:
     """Return the content of a volume's file, which may be compressed, up to the size that its header declares.
 
     Args:

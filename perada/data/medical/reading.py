@@ -123,7 +123,7 @@ def may_be_dicom(path: str) -> bool:
     return not _OTHER_EXTENSION.fullmatch(Path(path).suffix)
 
 
-def kind_of(source: str | Path | IO[bytes]) -> Kind | None:
+def medical_kind(source: str | Path | IO[bytes]) -> Kind | None:
     """Return what kind of medical image a file is; None for other files. Its extension decides before its content.
 
     Raises:
@@ -226,7 +226,7 @@ def known_kinds(paths: Sequence[str]) -> list[Kind | None]:
     kinds: list[Kind | None] = []
     for path in paths:
         try:
-            kinds.append(kind_of(path))
+            kinds.append(medical_kind(path))
         except OSError:
             kinds.append(None)
     return kinds

@@ -36,13 +36,13 @@ class _Segments:
         kind, length = self._words[place : place + 2]
         first = place + 2
         if kind == _DISCRETE:
-            self._add(self._words[first : first + length])
+            self._add_entries(self._words[first : first + length])
             return first + length
         if not self.entries:
             raise _DAMAGED
         if kind == _LINEAR:
             line = np.linspace(self.entries[-1], self._words[first], length + 1)[1:]
-            self._add([int(value) for value in np.around(line)])
+            self._add_entries([int(value) for value in np.around(line)])
             return first + 1
         if kind != _INDIRECT or not may_be_copy:
             raise _DAMAGED
@@ -55,7 +55,7 @@ class _Segments:
             copied = self._expand_one(copied, may_be_copy=False)
         return first + 2
 
-    def _add(self, values: list[int]) -> None:
+    def _add_entries(self, values: list[int]) -> None:
         self.entries += values[: self._num_entries - len(self.entries)]
 
 

@@ -252,7 +252,7 @@ class HuggingFace(ListedImages):
         """Return the colours of the mask of row ``split[row]`` by number; None if it has no palette."""
         return palette_of(io.BytesIO(self._read_content(self._stored_mask_column, path, "mask")))
 
-    def _expand(self, manifest: Manifest) -> Manifest:
+    def _expand_frames(self, manifest: Manifest) -> Manifest:
         # Rows have contents and no files, of which the frame in the middle is read.
         return manifest
 

@@ -114,13 +114,13 @@ class ImageFiles(ImageSet):
     @cached_property
     def manifest(self) -> Manifest:
         """The images of the split in ``self.train``; all images if there are no splits."""
-        manifest = self._assign_splits(self._expand(self.read_manifest()))
+        manifest = self._assign_splits(self._expand_frames(self.read_manifest()))
         if manifest.split is None:
             return manifest
         split = "train" if self.train else "test"
         return manifest.rows(np.flatnonzero(manifest.split == split))
 
-    def _expand(self, manifest: Manifest) -> Manifest:
+    def _expand_frames(self, manifest: Manifest) -> Manifest:
         """Return the manifest with a row for each frame of a medical image that is an image of the set."""
         return add_frames(manifest, self.medical, foreground_only=False)
 
@@ -348,7 +348,7 @@ class OwnImages(ImageFiles):
         """Whether the source names the client of each image, in the column ``client``."""
         return self._client_column in self.columns
 
-    def _expand(self, manifest: Manifest) -> Manifest:
+    def _expand_frames(self, manifest: Manifest) -> Manifest:
         if self.foreground_only and manifest.masks is None:
             raise without_effect("foreground_only", True, "images without masks", "read masks, too")
         manifest = add_frames(manifest, self.medical, self.foreground_only)

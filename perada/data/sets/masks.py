@@ -13,7 +13,7 @@ from perada.core.checks import check_integer, invalid_option
 from perada.core.text import abbreviated
 from perada.data.batches.transforms import MissingImageError, UnreadableImageError, load_pixels, size_of_file, upright
 from perada.data.medical.nifti import decode_label_slice
-from perada.data.medical.reading import DEFAULT_READING, MedicalReading, kind_of, split_number
+from perada.data.medical.reading import DEFAULT_READING, MedicalReading, medical_kind, split_number
 from perada.data.sets.label_types import stack_integers
 from perada.tasks.geometry import resize_masks
 
@@ -121,7 +121,7 @@ def _open_mask(
     source: str | IO[bytes], name: str, mask_values: Sequence[int] | None, medical: MedicalReading
 ) -> Pixels:
     """Return the value int64 (H, W) of each pixel of a mask; see :func:`mask_pixels`."""
-    kind = kind_of(source)
+    kind = medical_kind(source)
     if kind == "DICOM":
         raise UnreadableImageError(f"{name} is a DICOM file, which is not read as a mask", REMEDY)
     if kind is None:

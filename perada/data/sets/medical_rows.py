@@ -56,9 +56,9 @@ def add_frames(manifest: Manifest, reading: MedicalReading, foreground_only: boo
         mask_kind = None if mask is None else known_kinds([mask])[0]
         for number in numbers:
             rows.append(row)
-            paths.append(_numbered(manifest.paths[row], number))
+            paths.append(_numbered_path(manifest.paths[row], number))
             if mask is not None:
-                mask_paths.append(_numbered(mask, number if mask_kind == "NIfTI" else None))
+                mask_paths.append(_numbered_path(mask, number if mask_kind == "NIfTI" else None))
     if not rows:
         raise ValueError(
             f"no slice of {abbreviated(manifest.paths)} has a mask with a value above 0; set foreground_only to false"
@@ -68,7 +68,7 @@ def add_frames(manifest: Manifest, reading: MedicalReading, foreground_only: boo
     return replace(expanded, paths=paths, masks=mask_paths if manifest.masks is not None else None, split=split)
 
 
-def _numbered(path: str, number: int | None) -> str:
+def _numbered_path(path: str, number: int | None) -> str:
     """Return the path of a frame; that of the file if the frame has no number."""
     return path if number is None else with_number(path, number)
 

@@ -8,7 +8,7 @@ from typing import IO
 
 from PIL import Image
 
-from perada.data.medical.reading import kind_of
+from perada.data.medical.reading import medical_kind
 
 Colour = tuple[int, ...]
 
@@ -31,7 +31,7 @@ class PaletteEntry:
 def palette_of(mask: str | IO[bytes]) -> list[Colour] | None:
     """Return the colours of a mask by number, from its header; None if it has no palette or cannot be read."""
     try:
-        if kind_of(mask) is not None:
+        if medical_kind(mask) is not None:
             return None
         with Image.open(mask) as opened:
             if opened.mode != "P" or opened.palette is None:
