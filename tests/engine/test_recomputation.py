@@ -258,12 +258,15 @@ def test_attention_in_half_precision_is_that_of_the_pass(tmp_path):
     assert_same_bits(*found)
 
 
-def test_gradients_are_computed_twice_from_one_pass(tmp_path):
-    net = model("own", "full", {}, tmp_path)
+@pytest.mark.parametrize(("name", "kind"), [("own", "folded"), ("spectral", "loop")])
+def test_gradients_are_computed_twice_from_one_pass(name, kind, tmp_path):
+    """The second time, too, blocks begin with the buffers of the pass."""
     found = []
-    for blocks in ((), repeated_blocks(net, "own")):
+    for recomputes in (False, True):
+        net = model(name, "full", {}, tmp_path)
         states = leaves(net)
-        logits = run(Engine(net, recomputed=blocks), states)
+        engine = Engine(net, kind, recomputed=repeated_blocks(net, name) if recomputes else ())
+        logits = run(engine, states)
         logits.square().sum().backward(retain_graph=True)
         logits.sum().backward()
         found.append(results(logits, states))
