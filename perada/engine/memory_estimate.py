@@ -121,10 +121,12 @@ def count_activations(engine: Engine, image: Tensor, batch_size: int) -> Activat
     # Of large images few show as much. BatchNorm rejects a single one.
     rows = max(2, min(batch_size, MOST_ROWS if image.numel() <= SMALL_IMAGE else 2))
     try:
-        one, two = (_kept_bytes(engine, image, clients, rows) for clients in (1, 2))
+        bytes_of_one = _kept_bytes(engine, image, 1, rows)
+        bytes_of_two = _kept_bytes(engine, image, 2, rows)
     except Exception:  # networks raise errors of any kind for images that they do not accept
         return None
-    return ActivationBytes(max(0, 2 * one - two), (two - one) / rows)
+    bytes_of_client = bytes_of_two - bytes_of_one
+    return ActivationBytes(max(0, bytes_of_one - bytes_of_client), bytes_of_client / rows)
 
 
 def _kept_bytes(engine: Engine, image: Tensor, clients: int, rows: int) -> int:

@@ -304,7 +304,7 @@ class AdapterLevel:
 
 
 def make_levels(
-    method: str, cli: ConfiguredRun, adapters: Sequence[AdapterOption], own_fits: bool, known: Sequence[Candidate]
+    method: str, cli: ConfiguredRun, adapters: Sequence[AdapterOption], own_fits: bool, drawn: Sequence[Candidate]
 ) -> list[AdapterLevel]:
     """Return settings of a method by adapter, the cheapest adapter first; the recipe's own comes last if none of these.
 
@@ -313,14 +313,14 @@ def make_levels(
         cli: The recipe's run.
         adapters: Adapters that fit.
         own_fits: Whether the method can train the recipe's own adapter.
-        known: The settings of :func:`make_candidates`. One that is among them already keeps its number.
+        drawn: The settings of :func:`make_candidates`. One that is among them already keeps its number.
     """
     own = adapter_of_recipe(cli)
     options: list[AdapterOption | None] = [*cheapest_first(adapters)]
     if own is None and own_fits:
         options.append(None)
     levels = []
-    known = list(known)
+    all_candidates = list(drawn)
     for option in options:
         candidates = []
         for factor, strength in SETTINGS_OF_LEVEL:
@@ -329,11 +329,11 @@ def make_levels(
                 point |= _scale_rates(cli, factor)
             if strength is not None and method in PULLED:
                 point[PROX_STRENGTH] = f"{strength:g}"
-            known_candidate = next((candidate for candidate in known if candidate.point == point), None)
-            if known_candidate is None:
-                known_candidate = Candidate(method, len(known), point)
-                known.append(known_candidate)
-            candidates.append(known_candidate)
+            same_setting = next((candidate for candidate in all_candidates if candidate.point == point), None)
+            if same_setting is None:
+                same_setting = Candidate(method, len(all_candidates), point)
+                all_candidates.append(same_setting)
+            candidates.append(same_setting)
         levels.append(AdapterLevel(option, tuple(candidates)))
     return levels
 

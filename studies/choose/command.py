@@ -263,7 +263,7 @@ def _prepare_method(
         reason = " ".join(str(error).split())
         # Its first setting has the cheapest adapter that it can train.
         candidates[0] = Candidate(method, 0, cheapest_first(adapters)[0].point())
-    levels = make_levels(method, method_cli, adapters, own_fits=not reason, known=candidates)
+    levels = make_levels(method, method_cli, adapters, own_fits=not reason, drawn=candidates)
     for level in levels:
         candidates += [candidate for candidate in level.candidates if candidate.number >= len(candidates)]
     epochs = method_cli.loop.training.epochs_per_round

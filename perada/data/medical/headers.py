@@ -304,8 +304,8 @@ def pixel_format(dataset: Any, keyword: str = "PixelData") -> PixelFormat:  # no
     high_bit = integer(dataset, "HighBit", bits_stored - 1, bits_allocated - 1, default=bits_stored - 1)
     samples = integer(dataset, "SamplesPerPixel", 1, 3, default=1)
     photometric = text(dataset, "PhotometricInterpretation")
-    known = MONOCHROME + COLOURS if samples == 1 else COLOURS
-    if photometric not in known or (photometric == "PALETTE COLOR") != (samples == 1 and photometric in COLOURS):
+    supported = MONOCHROME + COLOURS if samples == 1 else COLOURS
+    if photometric not in supported or (photometric == "PALETTE COLOR") != (samples == 1 and photometric in COLOURS):
         shown = photometric if photometric in MONOCHROME + COLOURS else "another"
         raise MedicalImageError(f"its photometric interpretation is {shown} with {samples} samples per pixel")
     rows = integer(dataset, "Rows", 1, 65535)

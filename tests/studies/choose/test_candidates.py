@@ -80,17 +80,17 @@ def test_fedbn_needs_an_adapter_with_norms(configured):
     assert {option.adapter for option in adapters} == {"residual"}
 
 
-def test_levels_have_one_adapter_each_from_the_cheapest_on_and_keep_known_settings(configured):
+def test_levels_have_one_adapter_each_from_the_cheapest_on_and_keep_drawn_settings(configured):
     cli = configured("--federated.algorithm=Ditto")
     adapters = fits(cli)
-    known = make_candidates("ditto", cli, adapters, 9)
+    drawn = make_candidates("ditto", cli, adapters, 9)
     # The recipe has the head, so its own setting is the first of the cheapest level.
-    levels = make_levels("ditto", cli, adapters, own_fits=True, known=known)
+    levels = make_levels("ditto", cli, adapters, own_fits=True, drawn=drawn)
     assert [level.adapter for level in levels] == [
         AdapterOption("head"),
         *(AdapterOption("residual", n) for n in (1, 2, 3)),
     ]
-    assert levels[0].candidates[0] is known[0]
+    assert levels[0].candidates[0] is drawn[0]
     for level in levels:
         factors = []
         for candidate in level.candidates:
@@ -98,13 +98,13 @@ def test_levels_have_one_adapter_each_from_the_cheapest_on_and_keep_known_settin
             rate = float(candidate.point.get("training.lr_local", cli.loop.training.lr_local))
             factors.append(rate / cli.loop.training.lr_local)
         assert factors == pytest.approx([factor for factor, _ in SETTINGS_OF_LEVEL], rel=1e-3)
-    new = [candidate for level in levels for candidate in level.candidates if candidate.number >= len(known)]
+    new = [candidate for level in levels for candidate in level.candidates if candidate.number >= len(drawn)]
     assert [candidate.number for candidate in new] == list(range(9, 9 + len(new)))
 
 
 def test_an_adapter_that_no_level_has_comes_last(configured):
     cli = configured("--federated.algorithm=FedAvg", "--model.adapter=residual")
-    levels = make_levels("fedavg", cli, fits(cli), own_fits=True, known=make_candidates("fedavg", cli, ADAPTERS, 9))
+    levels = make_levels("fedavg", cli, fits(cli), own_fits=True, drawn=make_candidates("fedavg", cli, ADAPTERS, 9))
     assert levels[-1].adapter is None
     assert levels[-1].candidates[0].point == {}
 
@@ -117,7 +117,7 @@ def test_a_method_that_cannot_train_the_recipes_adapter_says_why(configured):
     head.datamodule.setup()
     with pytest.raises(ValueError, match=r"FedBN|norm"):
         check_adapter_of_recipe(head, head.datamodule)
-    assert [level.adapter for level in make_levels("fedbn", head, fits(head), own_fits=False, known=[])] == [
+    assert [level.adapter for level in make_levels("fedbn", head, fits(head), own_fits=False, drawn=[])] == [
         AdapterOption("residual", n) for n in (1, 2, 3)
     ]
 
