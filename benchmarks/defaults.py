@@ -25,9 +25,6 @@ from perada.data.sets.scanners import Scanners
 
 METHODS = ("standalone", "fedavg", "fedbn", "ditto", "perada")
 ROUNDS = 10
-LR_PERSONAL = 0.03
-LR_LOCAL = 0.1
-MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
@@ -141,9 +138,6 @@ def _train_and_score(setting: Setting, method: str, seed: int, device: torch.dev
         adapter=setting.adapter,
         pretrained=setting.pretrained,
         rounds=rounds,
-        lr_personal=LR_PERSONAL,
-        lr_local=LR_LOCAL,
-        training={"momentum": MOMENTUM},
         evaluation={"prediction": "both"},
         seed=seed,
         accelerator=device.type,

@@ -48,6 +48,10 @@ YamlValue = None | bool | int | float | str | list["YamlValue"] | dict[str, "Yam
 """What a value of a YAML file may be."""
 STARTING_RATES = {"lr_personal": 0.03, "lr_local": 0.1, "momentum": 0.9}
 """Training where the caller sets none of these, nor an optimizer."""
+ADAPTERS_OF_STARTING_RATES = ("residual", "bottleneck", "head", "ia3", "bias_norm")
+"""Adapters that learn with the starting rates. Others diverge with many steps in a round."""
+LOWER_LR_LOCAL = 0.03
+"""Starting rate of the local adapters for other adapters, such as LoRA, and for all weights."""
 OPTION_CLASSES: dict[str, type] = {
     "training": Training,
     "distillation": Distillation,
@@ -122,8 +126,9 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
         lr_personal: ``lr_personal`` of ``training``: learning rate of the personal adapters. If neither a rate, nor
             momentum or an optimizer is set, training begins with the rates 0.03 and 0.1 and a momentum of 0.9, like
             the recipes of ``perada init`` (docs/results_appendix.md); otherwise the default is 0.01.
-        lr_local: ``lr_local`` of ``training``: learning rate of the local adapters: 0.1 by default if none of
-            these is set, and otherwise 0.01.
+        lr_local: ``lr_local`` of ``training``: learning rate of the local adapters: if none of these is set, 0.1 for
+            the adapters ``residual``, ``bottleneck``, ``head``, ``ia3`` and ``bias_norm``, and 0.03 for others, which
+            0.1 can make diverge; otherwise 0.01.
         local_epochs: ``local_epochs`` of ``training``: passes of a client over its data in a round, 1 by default.
         local_steps: ``local_steps`` of ``training``: local steps in a round, instead of epochs.
         training: Options of local training (:class:`perada.Training`).
@@ -177,7 +182,9 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     }
     if local_epochs is not None and local_steps is not None:
         raise without_effect("local_epochs", local_epochs, f"local_steps={local_steps!r}", "leave local_steps out")
-    training = _make_training(training, training_arguments)
+    learns_fast = adapter in ADAPTERS_OF_STARTING_RATES and not train_backbone
+    starting_rates = STARTING_RATES if learns_fast else STARTING_RATES | {"lr_local": LOWER_LR_LOCAL}
+    training = _make_training(training, training_arguments, starting_rates)
     # The type that the caller passed, before a datamodule is made of it.
     data_type = type(data).__name__
     if isinstance(data, FederatedData):
@@ -266,12 +273,15 @@ def to_yaml_value(value: object) -> YamlValue:
     return shorten(repr(value), 500, placeholder="...")
 
 
-def _make_training(training: Training | dict[str, Any] | None, arguments: Mapping[str, Any]) -> Training:
+def _make_training(
+    training: Training | dict[str, Any] | None, arguments: Mapping[str, Any], starting_rates: Mapping[str, float]
+) -> Training:
     """Return the options of training, some of which :func:`finetune` also takes as arguments.
 
     Args:
         training: The options, or a dictionary of some of them.
         arguments: Those arguments of :func:`finetune`; None for one that the caller left out.
+        starting_rates: Rates and momentum if none of them is set.
 
     Raises:
         ValueError: If an option is set in both, or is out of range.
@@ -298,7 +308,7 @@ def _make_training(training: Training | dict[str, Any] | None, arguments: Mappin
         return training
     chosen = {**partial_options, **arguments_set}
     if not {*STARTING_RATES, "optimizer"} & set(chosen):
-        chosen |= STARTING_RATES
+        chosen |= starting_rates
     result = options_of(Training, "training", chosen)
     assert result is not None
     return result

@@ -99,6 +99,9 @@ def test_rates_fall_as_python_says(call, tiny):
     [
         ({}, (0.03, 0.1, 0.9)),
         ({"training": {"local_steps": 1}}, (0.03, 0.1, 0.9)),
+        ({"adapter": "full"}, (0.03, 0.03, 0.9)),
+        ({"adapter": "full", "training": {"momentum": 0.5}}, (0.01, 0.01, 0.5)),
+        ({"adapter": LoraConfig(r=2, target_modules=["5"], modules_to_save=["7"])}, (0.03, 0.03, 0.9)),
         ({"lr_local": 0.2}, (0.01, 0.2, 0.0)),
         ({"training": {"momentum": 0.5}}, (0.01, 0.01, 0.5)),
         ({"training": {"optimizer": "adamw"}}, (0.01, 0.01, 0.0)),
@@ -108,7 +111,8 @@ def test_rates_fall_as_python_says(call, tiny):
 )
 @pytest.mark.filterwarnings("ignore:secure_rng=False:UserWarning")
 def test_rates_that_nobody_sets_are_those_of_init(tiny, options, expected):
-    run = perada.finetune(tiny.net(), tiny.data(public=False), rounds=0, adapter="head", logger=False, **options)
+    options = {"adapter": "head"} | options
+    run = perada.finetune(tiny.net(), tiny.data(public=False), rounds=0, logger=False, **options)
     training = run.info["training"]
     assert (training["lr_personal"], training["lr_local"], training["momentum"]) == expected
 
