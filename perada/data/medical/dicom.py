@@ -125,7 +125,10 @@ def decode_dicom(source: str | Path | IO[bytes], frame: int | None, window: Wind
     """
     with open_source(source) as file:
         opened, part = _read_frame(file, frame)
-    values, photometric = _stored_values(opened) if part is None else _decode_part(opened, part)
+    if part is None:
+        values, photometric = _stored_values(opened)
+    else:
+        values, photometric = _decode_part(opened, part)
     if photometric in MONOCHROME:
         return _grey_levels(opened, values, window)
     if photometric == "PALETTE COLOR":
