@@ -49,6 +49,7 @@ BENCHMARKS = {
     "prediction_rules": "prediction_rules",
     "prediction_cost": "prediction_cost",
     "defaults": "defaults",
+    "first_rates": "first_rates",
     "advice_aa": "verdicts",
     "advice_known": "verdicts",
     "choice_known": "choices",

@@ -5,8 +5,10 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,10 @@ import yaml
 from PIL import Image, ImageFilter
 
 from benchmarks.choices import Choice, run_perada
+from benchmarks.experiments import SEEDS, mean_and_spread
 from perada.cli.runs import build_compared
 from perada.data import Digits, FashionMNIST
+from perada.data.datamodule import EvaluateOn
 from perada.studies.compare.running import RoundClock, RunTask
 
 IMAGES_OF_DEVICE = 120
@@ -44,35 +48,78 @@ ADAPTERS = {
     "residual, last block": ("--model.adapter=residual", '--model.adapter_options={"last_blocks": 1}'),
     "residual, last two blocks": ("--model.adapter=residual", '--model.adapter_options={"last_blocks": 2}'),
     "residual, last three blocks": ("--model.adapter=residual", '--model.adapter_options={"last_blocks": 3}'),
-    "residual, all blocks": ("--model.adapter=residual",),
 }
+"""Adapters in all blocks are left out: each of their steps takes the passes through the whole network."""
+RATES = (0.03, 0.1)
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """Accuracies in % of a model that all clients trained, and the seconds of its rounds."""
+
+    own_images: float
+    all_images: float
+    seconds_of_rounds: list[float]
 
 
 def first_adapters(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """Train one shared model with each adapter on the recipe of ``perada init``; yield its scores and seconds."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        network = _write_recipe(folder, quick)
+    """Choose each adapter's rate for one shared model on held-out images, and yield its scores and seconds.
+
+    Three seeds draw other folders, divisions and held-out images each. Test images are scored by the chosen rate only,
+    after training on the held-out images too.
+    """
+    seeds = SEEDS[:1] if quick else SEEDS
+    with ExitStack() as stack:
+        folders: dict[int, Path] = {}
+        for seed in seeds:
+            folders[seed] = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            network = _write_recipe(folders[seed], quick, seed)
         for adapter, options in ADAPTERS.items():
-            words = ["--config", str(folder / "recipe.yaml"), "--trainer.logger=false", *network, *options]
-            words += ["--federated.algorithm=FedAvg", f"--trainer.accelerator={device.type}"]
-            words += [f"--data.dataset.root={folder / 'images'}", "--trainer.enable_progress_bar=false"]
-            cli = build_compared(words)
-            clock = RoundClock(RunTask(words, False))
-            callbacks: list[pl.Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]  # of Lightning
-            callbacks.append(clock)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                cli.trainer.fit(cli.model, cli.datamodule)
-            scores = cli.model.scores
-            durations = clock.seconds_of_rounds
-            yield {
-                "adapter": adapter,
-                "own images %": round(100 * scores["personal/local_test"], 1),
-                "all clients' images %": round(100 * scores["personal/global_test"], 1),
-                "s, first round": round(durations[0], 2),
-                "s, later rounds": round(median(durations[1:] or durations), 2),
+            held_out = {
+                rate: [
+                    _train_shared(folder, seed, device, "validation", rate, (*network, *options))
+                    for seed, folder in folders.items()
+                ]
+                for rate in RATES
             }
+            means = {rate: fmean(model.all_images for model in scored) for rate, scored in held_out.items()}
+            chosen = max(means, key=means.__getitem__)
+            models = [
+                _train_shared(folder, seed, device, "test", chosen, (*network, *options))
+                for seed, folder in folders.items()
+            ]
+            row: dict[str, Any] = {"adapter": adapter}
+            for rate, scored in held_out.items():
+                row[f"held-out images, rate {rate}, %"] = mean_and_spread([model.all_images for model in scored])
+            yield row | {
+                "chosen rate": chosen,
+                "own test images %": mean_and_spread([model.own_images for model in models]),
+                "all clients' test images %": mean_and_spread([model.all_images for model in models]),
+                "s, first round": round(models[0].seconds_of_rounds[0], 2),
+                "s, later rounds": round(median(models[0].seconds_of_rounds[1:] or models[0].seconds_of_rounds), 2),
+            }
+
+
+def _train_shared(
+    folder: Path, seed: int, device: torch.device, images: EvaluateOn, rate: float, options: tuple[str, ...]
+) -> SharedModel:
+    """Train with FedAvg on the recipe of ``perada init``, with this rate and these options, and score ``images``."""
+    words = ["--config", str(folder / "recipe.yaml"), "--trainer.logger=false", f"--data.seed={seed}"]
+    words += ["--federated.algorithm=FedAvg", f"--seed_everything={seed}", f"--trainer.accelerator={device.type}"]
+    words += [f"--data.dataset.root={folder / 'images'}", "--trainer.enable_progress_bar=false", *options]
+    words += [f"--training.lr_local={rate}", f"--data.evaluate_on={images}"]
+    if images == "validation":
+        words.append("--data.client_validation=0.25")
+    cli = build_compared(words)
+    clock = RoundClock(RunTask(words, False))
+    callbacks: list[pl.Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]  # of Lightning
+    callbacks.append(clock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cli.trainer.fit(cli.model, cli.datamodule)
+    scores = cli.model.scores
+    own_images = 100 * scores["personal/local_test"]
+    return SharedModel(own_images, 100 * scores["personal/global_test"], clock.seconds_of_rounds)
 
 
 def choice_folders(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
@@ -101,13 +148,13 @@ def choice_folders(device: torch.device, repeats: int, quick: bool) -> Iterator[
     }
 
 
-def _write_recipe(folder: Path, quick: bool) -> tuple[str, ...]:
+def _write_recipe(folder: Path, quick: bool, seed: int = 0) -> tuple[str, ...]:
     """Write images and a recipe, and return the options of the network."""
     dataset = Digits() if quick else FashionMNIST()
     images = dataset.images
     labels = dataset.labels
     assert images is not None and labels is not None
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     num_images = 20 if quick else IMAGES_OF_DEVICE
     picked = random.permutation(len(images))
     for number, (name, change) in enumerate(DEVICES.items()):

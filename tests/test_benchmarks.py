@@ -120,6 +120,7 @@ def test_every_benchmark_runs(tmp_path):
             "choice_known",
             "choice_folders",
             "first_adapters",
+            "first_rates",
             "start_up",
             "few_shot",
             "rare_classes",

@@ -242,6 +242,10 @@ def _wrap_or_explain(backbone: Backbone, config: PeftConfig, adapter_name: str) 
             reason = f"{type(error).__name__}: {reason}"
         if "same embed for query/key/value" in reason:
             reason += " name its 'q_proj_weight', 'k_proj_weight' and 'v_proj_weight' in target_parameters"
+        elif not isinstance(error, OptionError):
+            # PEFT gives reasons without remedies.
+            reason = reason.removesuffix(".")
+            reason += "; change its options, name other layers in target_modules, or choose a different adapter"
         raise OptionError(
             f"adapter {adapter_name!r} does not fit backbone {backbone.name!r}: {reason}",
             name="adapter",

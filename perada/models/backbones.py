@@ -431,7 +431,9 @@ def _from_timm(
     except Exception as error:  # downloads fail in many ways, and timm's own checks raise several types
         if pretrained is True:
             raise no_weights(name, f"{type(error).__name__}: {error}") from error
-        raise _backbone_error(name, f"cannot be built: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split()).removesuffix(".")
+        remedy = "choose another network (timm.list_models() names them) or another image_size"
+        raise _backbone_error(name, f"cannot be built: {reason}; {remedy}") from error
     head = cast(dict[str, Any], model.pretrained_cfg).get("classifier")
     if not isinstance(head, str):
         raise _classifiers_error(name, head)

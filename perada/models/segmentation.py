@@ -63,7 +63,11 @@ def build_segmentation_network(
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if pretrained is True:
             raise no_weights(name, reason) from error
-        raise OptionError(f"backbone {name!r} cannot be built: {reason}", name="backbone", value=name) from error
+        raise OptionError(
+            f"backbone {name!r} cannot be built: {reason.removesuffix('.')}; choose another encoder, such as resnet18",
+            name="backbone",
+            value=name,
+        ) from error
     if isinstance(pretrained, str):
         load_weights(model, pretrained, HEAD)
     size = image_size or DEFAULT_SIZE

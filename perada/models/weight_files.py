@@ -172,7 +172,8 @@ def _read_weights(path: str, model: nn.Module) -> dict[str, Tensor]:
             state = convert(state, model)
     except Exception as error:  # whatever the readers raise for a damaged or foreign file
         raise OptionError(
-            f"pretrained={path!r} cannot be read as weights: {' '.join(str(error).split())}",
+            f"pretrained={path!r} cannot be read as weights: {' '.join(str(error).split()).removesuffix('.')}; pass an "
+            "intact .safetensors or .pth file with the weights of this network",
             name="pretrained",
             value=path,
         ) from error
