@@ -395,38 +395,46 @@ def _check_baselines(baselines: str | None, runs: Sequence[Path], output: Path |
         raise ValueError("--baselines needs the folder of a single run; to show several runs, name their folders")
 
 
-def _with_baselines(record: "RunRecord", baselines: str | None, requested: bool | None) -> "RunRecord":
+def _with_baselines(run_record: "RunRecord", baselines: str | None, requested: bool | None) -> "RunRecord":
     """Return the record of a run with its baselines, which are trained if ``--baselines`` names no file.
 
     Without ``--baselines`` they are those that were trained before, if there are any.
     """
     from perada.studies.report.baselines import ALGORITHMS, BASELINES_FILE, read_baselines
 
-    trained_file = record.folder / BASELINES_FILE
+    trained_file = run_record.folder / BASELINES_FILE
     if baselines is None and not trained_file.is_file():
-        return record
-    if record.private and not requested:
+        return run_record
+    if run_record.private and not requested:
         if baselines is None:
-            return record
+            return run_record
         raise ValueError(
             "--baselines compares scores, but the run is private and its ε does not cover them; add --scores=true, or "
             "leave --baselines out"
         )
-    if not record.clients:
+    if not run_record.clients:
         raise ValueError("--baselines needs a run with scores of its clients, and this one has none; let it finish")
     file = trained_file
     if baselines == TRAIN_BASELINES:
-        config = record.folder / "config.yaml"
+        config = run_record.folder / "config.yaml"
         if not config.is_file():
             raise ValueError(
                 f"--baselines needs {str(config)!r} to train with, which does not exist; pass a file of "
                 "`perada compare --output`"
             )
-        compare_words = [str(config), "--algorithms", *ALGORITHMS, "--seeds", str(record.seed), "--output", str(file)]
+        compare_words = [
+            str(config),
+            "--algorithms",
+            *ALGORITHMS,
+            "--seeds",
+            str(run_record.seed),
+            "--output",
+            str(file),
+        ]
         main(["compare", *compare_words])  # repeats no run that the file has
     elif baselines is not None:
         file = Path(baselines)
-    return replace(record, baselines=read_baselines(file, record))
+    return replace(run_record, baselines=read_baselines(file, run_record))
 
 
 def _open_in_browser(page: Path) -> None:

@@ -43,11 +43,11 @@ class MemoryEstimate:
         """Sum of all parts."""
         return sum(getattr(self, part.name) for part in fields(self))
 
-    def describe(self, clients: int) -> str:
+    def describe(self, num_clients: int) -> str:
         """Return the estimate as a sentence.
 
         Args:
-            clients: Number of clients that train at a time.
+            num_clients: Number of clients that train at a time.
 
         >>> MemoryEstimate(3_000_000, 1_000_000, 8_000_000).describe(2)
         'memory of training: about 12 MB (network 3, activations of 2 clients 8, their states and optimisers 1)'
@@ -58,7 +58,7 @@ class MemoryEstimate:
 
         parts = [
             f"network {megabytes(self.weights)}",
-            f"activations of {clients} clients {megabytes(self.activations)}",
+            f"activations of {num_clients} clients {megabytes(self.activations)}",
             f"their states and optimisers {megabytes(self.states)}",
         ]
         if self.public_logits:
@@ -96,9 +96,9 @@ class ActivationBytes:
     fixed: int
     per_image: float
 
-    def of(self, images: int) -> int:
+    def of(self, num_images: int) -> int:
         """Return the bytes of a pass of so many images."""
-        return self.fixed + math.ceil(self.per_image * images)
+        return self.fixed + math.ceil(self.per_image * num_images)
 
 
 def count_activations(engine: Engine, image: Tensor, batch_size: int) -> ActivationBytes | None:
@@ -119,23 +119,23 @@ def count_activations(engine: Engine, image: Tensor, batch_size: int) -> Activat
         image_bytes = activation_bytes(engine.model, image, engine.recomputed)
         return None if image_bytes is None else ActivationBytes(0, image_bytes)
     # Of large images few show as much. BatchNorm rejects a single one.
-    rows = max(2, min(batch_size, MOST_ROWS if image.numel() <= SMALL_IMAGE else 2))
+    num_images = max(2, min(batch_size, MOST_ROWS if image.numel() <= SMALL_IMAGE else 2))
     try:
-        bytes_of_one = _kept_bytes(engine, image, 1, rows)
-        bytes_of_two = _kept_bytes(engine, image, 2, rows)
+        bytes_of_one = _kept_bytes(engine, image, 1, num_images)
+        bytes_of_two = _kept_bytes(engine, image, 2, num_images)
     except Exception:  # networks raise errors of any kind for images that they do not accept
         return None
     bytes_of_client = bytes_of_two - bytes_of_one
-    return ActivationBytes(max(0, bytes_of_one - bytes_of_client), bytes_of_client / rows)
+    return ActivationBytes(max(0, bytes_of_one - bytes_of_client), bytes_of_client / num_images)
 
 
-def _kept_bytes(engine: Engine, image: Tensor, clients: int, rows: int) -> int:
+def _kept_bytes(engine: Engine, image: Tensor, num_clients: int, num_images: int) -> int:
     """Return the bytes that a training pass of some clients with so many images each keeps."""
     trained = set(parameter_keys(engine.model))
     states: State = {}
-    for key, value in expand(get_state(engine.model), clients).items():
+    for key, value in expand(get_state(engine.model), num_clients).items():
         states[key] = value.clone().requires_grad_(key in trained)
-    images = image.expand(clients, rows, *image.shape).contiguous()
+    images = image.expand(num_clients, num_images, *image.shape).contiguous()
     own = set()
     for tensor in [*states.values(), images, *engine.model.parameters(), *engine.model.buffers()]:
         own.add(StorageWeakRef(tensor.untyped_storage()).cdata)
@@ -149,7 +149,7 @@ def _kept_bytes(engine: Engine, image: Tensor, clients: int, rows: int) -> int:
             kept[address] = storage
         return tensor
 
-    streams = Streams.derived(0, "memory", clients=range(clients))
+    streams = Streams.derived(0, "memory", clients=range(num_clients))
     with torch.enable_grad(), seeded(0, "memory"), saved_tensors_hooks(keep, lambda tensor: tensor):
         engine.logits(states, images, training=True, streams=streams)
     return sum(storage.nbytes() for storage in kept.values())

@@ -180,7 +180,10 @@ class _RecordedCall:
             recorded.container[recorded.name] = recorded.value.clone() if recorded.changes else recorded.value
 
     def __exit__(
-        self, kind: type[BaseException] | None, raised_error: BaseException | None, traceback: TracebackType | None
+        self,
+        error_type: type[BaseException] | None,
+        raised_error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         assert self._previous is not None
         self._previous.close()

@@ -71,14 +71,14 @@ class WorkerLoader(DataLoader[T]):
 
 
 def worker_loader(
-    source: Dataset[Any] | Sequence[Any],
+    dataset: Dataset[Any] | Sequence[Any],
     num_workers: int,
     progress: WorkerProgress | None,
     **options: Any,
 ) -> WorkerLoader[Any]:
     """Make a loader that yields single items in order, read by workers if there are any."""
     # torch reads anything that has items, whatever its annotation says.
-    items = cast(Dataset[Any], source)
+    items = cast(Dataset[Any], dataset)
     loader = WorkerLoader[Any](items, batch_size=None, num_workers=num_workers, worker_init_fn=begin_worker, **options)
     loader.progress = progress
     return loader

@@ -12,13 +12,13 @@ _WITHOUT_LENGTH = {0x01, *range(0xD0, 0xD9)}
 _JPEG_2000_START = b"\xff\x4f\xff\x51"
 
 
-def check_declared_size(frame: bytes, columns: int, rows: int) -> None:
+def check_declared_size(frame: bytes, width: int, height: int) -> None:
     """Check that a compressed frame has the size that the header of its file declares.
 
     Args:
         frame: A frame of JPEG, JPEG-LS or JPEG 2000.
-        columns: Width in the header.
-        rows: Height in the header.
+        width: Width in the header.
+        height: Height in the header.
 
     Raises:
         MedicalImageError: If it has another size, or none is found.
@@ -26,9 +26,9 @@ def check_declared_size(frame: bytes, columns: int, rows: int) -> None:
     size = declared_size(frame)
     if size is None:
         raise MedicalImageError("its compressed pixel data are damaged (no size)")
-    if size != (columns, rows):
+    if size != (width, height):
         raise MedicalImageError(
-            f"its header declares {columns} x {rows} pixels, but its compressed pixel data {size[0]} x {size[1]}"
+            f"its header declares {width} x {height} pixels, but its compressed pixel data {size[0]} x {size[1]}"
         )
 
 

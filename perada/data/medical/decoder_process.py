@@ -80,7 +80,7 @@ def _decode_frame(request: dict[str, Any], content: bytes) -> tuple[dict[str, An
     return header, array.tobytes()
 
 
-def main() -> None:
+def answer_requests() -> None:
     """Answer requests until the standard input ends, or damaged frames have left too much memory behind."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -103,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests()

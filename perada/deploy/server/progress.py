@@ -256,10 +256,10 @@ def read_sum(folder: Path, run: str, round: int, summand: str) -> SumState | Non
 
 def _format_csv(history: list[dict[str, float]]) -> str:
     """Format the metrics of rounds like the ``metrics.csv`` of a simulation; cells that a round lacks are empty."""
-    names: set[str] = set()
+    metric_names: set[str] = set()
     for row in history:
-        names.update(row)
-    columns = ["epoch", "round", "step", *sorted(names - {"round", "step"})]
+        metric_names.update(row)
+    columns = ["epoch", "round", "step", *sorted(metric_names - {"round", "step"})]
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()

@@ -117,13 +117,13 @@ class SummedRounds:
     def close(self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]]) -> None:
         """Close a round with the secure sum of the sites' updates; sites that trained have ``answered``."""
         result = self._sum_of_updates(record, answered)
-        updates: dict[int, tuple[Response, State]] = {}
+        summed_updates: dict[int, tuple[Response, State]] = {}
         summed_logits = None
         if result is not None:
-            updates = self._summed_updates(record, answered, result.mean)
+            summed_updates = self._summed_updates(record, answered, result.mean)
             summed_logits = torch.empty(0) if result.logits is None else result.logits
         states_before = deepcopy(self.server.state_dict())
-        close_round(self.recipe, self.server, self.roster, self.public_images, record, updates, summed_logits)
+        close_round(self.recipe, self.server, self.roster, self.public_images, record, summed_updates, summed_logits)
         self._keep_or_restore(record, states_before)
         if result is not None:
             for role, loss in result.metrics.items():

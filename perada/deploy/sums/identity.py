@@ -115,25 +115,25 @@ def read_sites(file: Path, authority: str | None = None) -> dict[str, Ed25519Pub
             raise ValueError(
                 f"{str(file)!r} is not signed by the authority in the site's file; ask the authority for its list"
             )
-    keys: dict[str, Ed25519PublicKey] = {}
+    public_keys: dict[str, Ed25519PublicKey] = {}
     # Only a newline ends a line: str.splitlines() would also split at characters that an editor does not show.
     for line in content.decode().split("\n"):
         words = line.split()
         if not words or line.lstrip().startswith("#"):
             continue
-        if len(words) != 3 or words[2] in keys or not re.fullmatch(r"[\w.-]{1,64}", words[2]):
+        if len(words) != 3 or words[2] in public_keys or not re.fullmatch(r"[\w.-]{1,64}", words[2]):
             raise ValueError(
                 f"{str(file)!r}: {line[:120]!r} is not a line with a key and a unique name; use the line of "
                 "the site's NAME.id.pub"
             )
         algorithm, encoded_key, name = words
-        keys[name] = parse_public_key(f"{algorithm} {encoded_key}")
-    if len({format_public_key(key) for key in keys.values()}) < len(keys):
+        public_keys[name] = parse_public_key(f"{algorithm} {encoded_key}")
+    if len({format_public_key(key) for key in public_keys.values()}) < len(public_keys):
         raise ValueError(
             f"{str(file)!r} lists the same key under two names, so one site would count as two; "
             "use the line of each site's NAME.id.pub"
         )
-    return keys
+    return public_keys
 
 
 def sign_sites(file: Path, identity: Path) -> Path:
