@@ -544,3 +544,43 @@ def test_commands_in_sentences_exist(reader):
             assert set(names.split()) <= {*BENCHMARKS, "faults", "peers"}, page
         for target in re.findall(r"`make ([a-z-]+)`", text):
             reader.make([target], parse_only=True)
+
+
+MOST_WORDS = 42_000
+"""Words by hand that all pages of the documentation may have together. Whoever adds a page shortens another."""
+
+
+def words_by_hand(text):
+    """Count the words of a page that somebody wrote: letters only, two or more, those of tables included.
+
+    Generated tables, blocks of code, comments, addresses of links and code in sentences do not count.
+    """
+    for skipped in (r"<!-- generated.*?<!-- /generated -->", r"```.*?```", r"<!--.*?-->", r"(?<=\])\([^)]*\)", r"`[^`]*`"):
+        text = re.sub(skipped, "", text, flags=re.DOTALL)
+    return len(re.findall(r"[A-Za-z]{2,}", text))
+
+
+def test_words_by_hand_leave_out_code_and_what_is_generated():
+    page = """# Two words
+
+One [link](address.md#anchor) and `some code`, 12 times.
+
+<!-- test: parse only, since it is an example -->
+```shell
+perada fit
+```
+
+| a cell | b |
+|---|---|
+<!-- generated: python -m tests.doc_tables rules -->
+| name | class |
+<!-- /generated -->
+"""
+    assert words_by_hand(page) == len(["Two", "words", "One", "link", "and", "times", "cell"])
+
+
+def test_the_pages_have_at_most_42_000_words():
+    pages = [page for page in PAGES if page.startswith("docs/") and not page.startswith(("docs/api.md", "docs/api/"))]
+    counts = {page: words_by_hand((ROOT / page).read_text(encoding="utf-8")) for page in pages}
+    longest = sorted(counts, key=counts.get, reverse=True)[:5]
+    assert sum(counts.values()) <= MOST_WORDS, f"take out what is said twice; the longest pages are {longest}"
