@@ -555,7 +555,13 @@ def words_by_hand(text):
 
     Generated tables, blocks of code, comments, addresses of links and code in sentences do not count.
     """
-    for skipped in (r"<!-- generated.*?<!-- /generated -->", r"```.*?```", r"<!--.*?-->", r"(?<=\])\([^)]*\)", r"`[^`]*`"):
+    for skipped in (
+        r"<!-- generated.*?<!-- /generated -->",
+        r"```.*?```",
+        r"<!--.*?-->",
+        r"(?<=\])\([^)]*\)",
+        r"`[^`]*`",
+    ):
         text = re.sub(skipped, "", text, flags=re.DOTALL)
     return len(re.findall(r"[A-Za-z]{2,}", text))
 
