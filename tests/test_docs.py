@@ -83,6 +83,15 @@ LONG_WORD = 50
 """Characters of a word of a command, such as a value in JSON, from which on its line may be wider."""
 
 
+def test_no_blank_line_cuts_a_table_in_two():
+    """The rows behind it would be shown as text."""
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+        for table in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+            _, _, rows = table.partition("\n")
+            assert re.match(r"\|[ :|-]+\|", rows), f"{page} has rows without a head: {table[:80]!r}"
+
+
 def test_lines_of_code_fit_the_width_of_a_page():
     for page in PAGES:
         long_lines = []
