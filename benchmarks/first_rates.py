@@ -46,7 +46,6 @@ NETWORKS = (
             "ia3": "ia3",
             "bias_norm": "bias_norm",
             "LoHaConfig": peft.LoHaConfig(target_modules=["qkv", "proj"]),
-            "OFTConfig": peft.OFTConfig(target_modules=["qkv", "proj"]),
         },
     ),
     Network(
@@ -55,10 +54,7 @@ NETWORKS = (
         {
             "residual": "residual",
             "lora": "lora",
-            "dual_lora": "dual_lora",
             "full": "full",
-            "head": "head",
-            "bias_norm": "bias_norm",
         },
     ),
 )
