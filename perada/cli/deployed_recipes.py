@@ -21,6 +21,7 @@ from perada.core.checks import check_integer
 from perada.core.text import abbreviated, quoted
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.broken_images import without_broken
+from perada.data.medical.reading import MedicalReading
 from perada.data.partitions.division import Division
 from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe, ServerRecipe
@@ -186,15 +187,17 @@ def _site_data_options(
         # The site is a client of the recipe's own partition, which is drawn from these options.
         drawn = {key: recipe_data[key] for key in PARTITION_OPTIONS if key in recipe_data}
         return drawn | site_data
-    return {"dataset": _site_images(site_data, recipe_data, class_names), "partition": SINGLE_CLIENT}
+    images = _site_images(site_file.name, site_data, recipe_data, class_names)
+    return {"dataset": images, "partition": SINGLE_CLIENT}
 
 
 def _site_images(
-    site_data: dict[str, Any], recipe_data: dict[str, Any], class_names: Sequence[str] | None
+    site_name: str, site_data: dict[str, Any], recipe_data: dict[str, Any], class_names: Sequence[str] | None
 ) -> dict[str, Any]:
     """Return a site's folder or table as an image set that reads and splits its files as the recipe's set does.
 
     Args:
+        site_name: Name of the site, by which the recipe may have a window.
         site_data: Options of the site's images.
         recipe_data: Section ``data`` of the recipe.
         class_names: Names of the classes, if the recipe has them.
@@ -219,6 +222,9 @@ def _site_images(
     if not shared_options and recipe_data.get("image_size"):
         # The recipe's set is of other images, and has no options of files.
         options["size"] = recipe_data["image_size"]
+    windows = options.get("window")
+    if isinstance(windows, dict) and "window" not in site_data:
+        options["window"] = MedicalReading.checked(windows).of_client(site_name).record()["window"]
     options |= site_data
     if class_names is not None:
         options["classes"] = list(class_names)

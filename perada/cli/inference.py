@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser
 
 from perada.cli.foreign_classes import foreign_classes
 from perada.cli.sources import SOURCE_HELP, TABLES
-from perada.core.text import quoted
+from perada.core.text import abbreviated, quoted
 from perada.results.client_names import available_client
 from perada.results.run_file import RUN_FILE, layout_of, read_run
 from perada.system.files import check_output_file, check_output_folder
@@ -454,10 +454,17 @@ def _read_like_run(run: "Run", images_class: "type[Source]", source: str, option
         full_scale = preprocessing.full_scale
     gray = options["gray"] or preprocessing.channels == 1
     options = options | {"size": size, "gray": gray, "full_scale": full_scale}
-    for name, value in preprocessing.medical.record().items():
+    medical = preprocessing.medical.record()
+    for name, default in DEFAULT_READING.record().items():
         # Options of the command line come first.
-        if options[name] == DEFAULT_READING.record()[name]:
-            options[name] = value
+        if options[name] == default:
+            options[name] = medical[name]
+    if options["window"] is None:
+        raise ValueError(
+            f"--data={source}: each client of the run has a window of its own "
+            f"({abbreviated(list(preprocessing.medical.window_of_client))}); set that of the new one with "
+            "--images.window, such as file"
+        )
     task = run.info["task"]
     if task["per_pixel"]:
         options = _with_masks(run, images_class, source, options)

@@ -39,7 +39,7 @@ from perada.data.checked import CheckedData, check, first_image_format
 from perada.data.federated import FederatedData
 from perada.data.final_size import read_at_size, read_clients_at_size, read_shifts_at_size
 from perada.data.fingerprints import Fingerprint, fingerprint_of
-from perada.data.medical.reading import DEFAULT_READING
+from perada.data.medical.reading import DEFAULT_READING, MedicalReading
 from perada.data.partitions import Partition
 from perada.data.partitions.division import Division, hold_out
 from perada.data.preprocessing import Preprocessing, first_image_set, preprocessing_of
@@ -333,10 +333,22 @@ class FederatedDataModule(pl.LightningDataModule):
             self.task.mix(blank, blank, torch.ones(1, 1), self.num_classes)
         self.classes = checked.classes
         self.client_names = None if data.client_names is None else list(data.client_names)
+        self._check_windows(self._medical_reading(checked))
         for store in (checked.train, checked.test):
             if isinstance(store, MapStore):
                 store.client_names = self.client_names
         return checked
+
+    def _check_windows(self, reading: MedicalReading) -> None:
+        """Raise an OptionError if the saved run would have no window for a client, whose name a partition has drawn."""
+        for client in self.client_names or [str(number) for number in range(self.num_clients)]:
+            reading.of_client(client)
+
+    def _medical_reading(self, checked: CheckedData) -> MedicalReading:
+        """Return how the clients' medical images are decoded."""
+        source = first_image_set(checked) if self.division is None else self.division.dataset
+        reading: MedicalReading = getattr(source, "medical", DEFAULT_READING)
+        return reading
 
     def _check_movements(self, task: Task) -> None:
         """Raise an OptionError if images are changed in ways that make their targets wrong."""
@@ -605,7 +617,7 @@ class FederatedDataModule(pl.LightningDataModule):
         """Preprocessing of the images before the model sees them, without augmentation."""
         source = first_image_set(self.checked) if self.division is None else self.division.dataset
         full_scale = getattr(source, "full_scale", None)
-        return preprocessing_of(self.checked, self.prepare, full_scale, getattr(source, "medical", DEFAULT_READING))
+        return preprocessing_of(self.checked, self.prepare, full_scale, self._medical_reading(self.checked))
 
     def partition_dict(self) -> dict[str, Any]:
         """Return the content of ``partition.json``."""

@@ -353,7 +353,7 @@ def _read_facts(image_set: ImageSet, row: int) -> _ImageFacts:
 
 def _read_medical_facts(image_set: ImageFiles, path: str, source: str | IO[bytes], kind: Kind) -> _ImageFacts:
     """Read a medical image of a set, which can be read."""
-    decoded = read_image(source, "", image_set.mode, medical=image_set.medical).contiguous()
+    decoded = read_image(source, "", image_set.mode, medical=image_set.reading_of(path)).contiguous()
     shape = tuple(decoded.shape)
     return _ImageFacts(
         name=path,

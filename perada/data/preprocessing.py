@@ -3,7 +3,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -137,6 +137,26 @@ class Preprocessing:
         # Runs of earlier versions have no such record.
         medical = MedicalReading.checked(**record.get("medical", {}))
         return cls(kind, shape, record["channels"], tuple(steps), mean, std, record.get("full_scale"), medical)
+
+    def of_client(self, client: str | None) -> "Preprocessing":
+        """Return the preprocessing of a client's images, which may have a window of their own; None for no client."""
+        if client is None:
+            return self
+        return replace(self, medical=self.medical.of_client(client))
+
+    def with_client(self, client: str, reading: MedicalReading) -> "Preprocessing":
+        """Return the preprocessing of a run that a client joins, whose images were read with its own window.
+
+        Args:
+            client: Name of the client.
+            reading: How its medical images were decoded.
+        """
+        window = reading.of_client(client).window
+        assert window is not None
+        if self.medical.window_of_client.get(client, self.medical.window) == window:
+            return self
+        windows = {**self.medical.window_of_client, client: window}
+        return replace(self, medical=replace(self.medical, window_of_client=windows))
 
     def batch(self, images: Sequence[Any]) -> Tensor:
         """Prepare a batch of images.

@@ -15,7 +15,9 @@ from perada.algorithms.records import algorithm_of
 from perada.core.checks import check_choice, check_integer, check_number, check_type, invalid_option
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
+from perada.data.batches.datasets import resolve_subset
 from perada.data.joining import joining_data
+from perada.data.medical.reading import DEFAULT_READING
 from perada.federation.options import Evaluation, Training
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
@@ -145,7 +147,11 @@ def personalize(  # noqa: PLR0913  # each argument is an option of `perada clien
         "before": score_before,
         "after": after,
     }
-    return run.with_client(client_run, record)
+    joined = run.with_client(client_run, record)
+    source = resolve_subset(data.train[data.find(name)[0]]).base
+    reading = getattr(source, "medical", DEFAULT_READING)
+    joined.info["preprocessing"] = run.preprocessing.with_client(name, reading).record()
+    return joined
 
 
 def _make_trainer(loop: FederatedLoop, rounds: int, accelerator: str | None, progress: bool) -> pl.Trainer:

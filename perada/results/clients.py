@@ -188,6 +188,8 @@ def forget(folder: Path, client: int | str) -> int:
             return interrupted[-1]
         raise
     if info.get("clients"):
+        windows = info["preprocessing"].get("medical", {}).get("window_of_client", {})
+        windows.pop(info["clients"][number], None)
         info["clients"][number] = f"(forgotten {number})"
     info["joined"] = [record for record in info.get("joined", []) if record["client"] != number]
     # The last one is the client of an interrupted call.

@@ -80,7 +80,7 @@ def export_model(
     exported = _find_exported(run, number, chosen)
     samples = in_dtype_of(exported.run_model, _sample_images(run))
     metadata = {
-        "preprocessing": json.dumps(run.preprocessing.record()),
+        "preprocessing": json.dumps(run._preprocessing_for(client).record()),
         "classes": json.dumps(run.info.get("classes")),
         "task": json.dumps(run.info["task"]),
         "client": json.dumps(client),
@@ -186,7 +186,7 @@ def _format_readme(
         summary: What is said of the adapter and the logits.
     """
     private_client = number if number in run.own_clients() else None
-    preprocessing = run.preprocessing.record() | {"classes": run.info.get("classes")}
+    preprocessing = run._preprocessing_for(client).record() | {"classes": run.info.get("classes")}
     return render_template(
         "model",
         form=form,

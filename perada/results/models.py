@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from perada.core.checks import OptionError, check_choice, check_integer, check_type, installed, without_effect
 from perada.core.seeding import generator
 from perada.core.states import State, clone, parameter_keys, set_state, to_device
+from perada.data.medical.reading import known_kinds
 from perada.data.preprocessing import Preprocessing
 from perada.engine.fold_check import perturbed_states
 from perada.federation.options import Prediction
@@ -229,6 +230,14 @@ class Models:
         """Preprocessing of images for the models, as in training."""
         return Preprocessing.from_record(self.info["preprocessing"])
 
+    def _preprocessing_for(self, client: int | str | None) -> Preprocessing:
+        """Return the preprocessing of the images of a client, by number or name; None for the global model."""
+        if client is None:
+            return self.preprocessing
+        number = self.number(client)
+        names = self.info.get("clients")
+        return self.preprocessing.of_client(names[number] if names else str(number))
+
     def predict(
         self,
         images: Any,  # noqa: ANN401  # one image of any kind, or several
@@ -267,7 +276,7 @@ class Models:
         check_choice("progress", progress, [True, False])
         check_choice("prediction", prediction, [None, *get_args(Prediction)])
         check_type("broken", broken, dict, "{}")
-        preprocessing = self.preprocessing
+        preprocessing = self._preprocessing_for(client)
         task = make_task(self.info["task"])
         # A caller may be in inference mode, in which networks can be neither changed nor searched for frozen layers.
         with torch.inference_mode(False):
@@ -275,6 +284,8 @@ class Models:
         all_images = [PlacedImage(place, image) for place, image in enumerate(as_list(images))]
         if not all_images:
             raise ValueError("there are no images; pass at least one")
+        if client is None and preprocessing.medical.window is None:
+            _reject_medical(all_images, preprocessing)
         outputs_of_batches: list[BatchOutputs] = []
         readable_images = []
         with torch.inference_mode(), tqdm(total=len(all_images), disable=not progress, unit=" images") as bar:
@@ -383,6 +394,13 @@ class Models:
         set_state(model, state)
         setattr(model, IMAGE, self._adapted.backbone.image_config)
         return model.eval()
+
+
+def _reject_medical(images: Sequence[PlacedImage], preprocessing: Preprocessing) -> None:
+    """Raise an OptionError if some images are medical files, which have a window only as those of a client."""
+    for placed in images:
+        if isinstance(placed.image, str | Path) and known_kinds([str(placed.image)]) != [None]:
+            preprocessing.medical.of_client(None)
 
 
 def chosen_prediction(run: Models, client: int | str | None, prediction: Prediction | None) -> ChosenPrediction:

@@ -3,8 +3,8 @@
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +12,8 @@ from typing import IO, Any, Literal, get_args
 
 import numpy as np
 
-from perada.core.checks import check_choice, invalid_option
-from perada.core.text import plain_number
+from perada.core.checks import OptionError, check_choice, invalid_option
+from perada.core.text import abbreviated, near_names, plain_number
 from perada.data.medical.dicom import decode_dicom
 from perada.data.medical.errors import MedicalImageError
 from perada.data.medical.headers import is_dicom, is_directory, open_source, pixel_format, read_dataset
@@ -38,29 +38,81 @@ class MedicalReading:
 
     Attributes:
         window: Which values become black and white: ``file``, the window in the file; ``auto``, percentiles of the
-            image; the name of a preset; or centre and width.
+            image; the name of a preset; or centre and width. None if only clients have windows.
         frames: Which frames or slices of a file are images: the ``middle`` one, ``all``, or each n-th.
         axis: The axis that slices of a volume are across.
+        window_of_client: Windows of clients by their names, which take the place of ``window``.
     """
 
-    window: Window = FILE
+    window: Window | None = FILE
     frames: Frames = "middle"
     axis: Axis = "axial"
+    window_of_client: Mapping[str, Window] = field(default_factory=dict, hash=False)
 
     def record(self) -> dict[str, Any]:
         """Return plain values, for a JSON file."""
-        window = list(self.window) if isinstance(self.window, tuple) else self.window
-        return {"window": window, "frames": self.frames, "axis": self.axis}
+        record: dict[str, Any] = {"window": _plain_window(self.window), "frames": self.frames, "axis": self.axis}
+        if self.window_of_client or self.window is None:
+            record["window_of_client"] = {
+                client: _plain_window(window) for client, window in self.window_of_client.items()
+            }
+        return record
 
     @classmethod
-    def checked(cls, window: object = FILE, frames: object = "middle", axis: object = "axial") -> "MedicalReading":
-        """Return the reading of options.
+    def checked(
+        cls,
+        window: object = FILE,
+        frames: object = "middle",
+        axis: object = "axial",
+        window_of_client: Mapping[str, object] | None = None,
+    ) -> "MedicalReading":
+        """Return the reading of options, or of a :meth:`record`.
+
+        Args:
+            window: A window, or a mapping with a window for each client.
+            frames: See the class.
+            axis: See the class.
+            window_of_client: See the class.
 
         Raises:
             OptionError: If an option is invalid.
         """
         check_choice("axis", axis, list(get_args(Axis)))
-        return cls(check_window(window), _check_frames(frames), axis)  # type: ignore[arg-type]  # checked above
+        if isinstance(window, Mapping) and window:
+            window_of_client = window
+            window = None
+        windows: dict[str, Window] = {}
+        for client, client_window in (window_of_client or {}).items():
+            windows[str(client)] = check_window(client_window)
+        default = None if window is None and window_of_client is not None else check_window(window)
+        return cls(default, _check_frames(frames), axis, windows)  # type: ignore[arg-type]  # checked above
+
+    def of_client(self, client: str | None) -> "MedicalReading":
+        """Return the reading of a client's images; of None, that of images of no client.
+
+        Raises:
+            OptionError: If neither this client nor all images have a window.
+        """
+        window = self.window if client is None else self.window_of_client.get(client, self.window)
+        if window is None:
+            raise self._no_window_error(client)
+        return replace(self, window=window, window_of_client={})
+
+    def _no_window_error(self, client: str | None) -> OptionError:
+        """Return the error for a client, or images of no client (None), without a window."""
+        clients = abbreviated(list(self.window_of_client))
+        if client is None:
+            return OptionError(
+                f"client=None has no window: each client has its own ({clients}); name the client whose images these "
+                "are",
+                name="client",
+                value=client,
+            )
+        near = near_names(client, self.window_of_client)
+        remedy = f"did you mean {near[0]!r}?" if near else "add one, such as file"
+        return OptionError(
+            f"window has none for client {client!r}, only for {clients}; {remedy}", name="window", value=client
+        )
 
     def chosen_frames(self, num_frames: int) -> list[int]:
         """Return the numbers, from 1, of the frames of a file that are images.
@@ -75,6 +127,11 @@ class MedicalReading:
 
 
 DEFAULT_READING = MedicalReading()
+
+
+def _plain_window(window: Window | None) -> str | list[float] | None:
+    """Return a window as a recipe has it."""
+    return list(window) if isinstance(window, tuple) else window
 
 
 def _check_frames(frames: object) -> Frames:
@@ -187,9 +244,11 @@ def decode_medical(source: str | Path | IO[bytes], kind: Kind, reading: MedicalR
         path = split_number(source)
         source = path.file
         number = path.number
+    window = reading.of_client(None).window
+    assert window is not None
     if kind == "NIfTI":
-        return decode_nifti(source, number, reading.axis, reading.window)
-    return decode_dicom(source, number, reading.window)
+        return decode_nifti(source, number, reading.axis, window)
+    return decode_dicom(source, number, window)
 
 
 def size_of_medical(source: str | Path | IO[bytes], kind: Kind, reading: MedicalReading) -> tuple[int, int]:

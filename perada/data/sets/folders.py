@@ -13,6 +13,7 @@ from perada.core.checks import check_choice, check_name
 from perada.core.text import abbreviated
 from perada.data.medical.nifti import Axis
 from perada.data.medical.reading import Frames, MedicalReading
+from perada.data.medical.windows import check_window
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest
 from perada.data.sets.image_paths import list_images
@@ -486,7 +487,8 @@ class UnlabelledFolder(ImageFiles):
         axis: Axis = "axial",
     ) -> None:
         super().__init__(root, size=size, in_memory=in_memory, train=train)
-        self.medical = MedicalReading.checked(window, frames, axis)
+        # A public set has no clients with windows of their own.
+        self.medical = MedicalReading.checked(check_window(window), frames, axis)
         self.window = window
         self.frames = frames
         self.axis = axis

@@ -254,6 +254,8 @@ class HuggingFace(ListedImages):
 
     def _expand_frames(self, manifest: Manifest) -> Manifest:
         # Rows have contents and no files, of which the frame in the middle is read.
+        clients = manifest.columns.get(self._client_column)
+        self._check_windows(None if clients is None else clients.tolist())
         return manifest
 
     def _hash_image(self, path: str) -> str:
@@ -263,7 +265,7 @@ class HuggingFace(ListedImages):
         """Read the image ``split[row]`` as uint8 (Ch, size, size)."""
         file = io.BytesIO(self.content(path))
         name = f"{self.name}, {path},"
-        pixels = read_image(file, "take the row out", self.mode, self.full_scale, name, self.medical)
+        pixels = read_image(file, "take the row out", self.mode, self.full_scale, name, self.reading_of(path))
         return resize_uint8(pixels, self.size)
 
     def read_manifest(self) -> Manifest:

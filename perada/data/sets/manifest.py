@@ -138,7 +138,12 @@ class ImageFiles(ImageSet):
         remedy = "fix it or take it out of the folder"
         if self._source:
             remedy = f"fetch it again from {self._source}"
-        return resize_uint8(read_image(path, remedy, self.mode, self.full_scale, medical=self.medical), self.size)
+        pixels = read_image(path, remedy, self.mode, self.full_scale, medical=self.reading_of(path))
+        return resize_uint8(pixels, self.size)
+
+    def reading_of(self, path: str) -> MedicalReading:
+        """Return how a file is decoded if it is a medical image."""
+        return self.medical
 
     def content(self, path: str) -> bytes:
         """Return the bytes of one file."""
@@ -284,7 +289,8 @@ class OwnImages(ImageFiles):
         window: Which values of DICOM files and NIfTI volumes become black and white: ``file``, the window in the file
             (``file:2`` is the second); ``auto``, the 0.5th and 99.5th percentile of the image; a preset for CT such as
             ``lung``; or a list of centre and width. Files without a window show all values of up to 8 bits, and of more
-            bits those from the smallest to the largest of the image.
+            bits those from the smallest to the largest of the image. A mapping has a window for each client, such as
+            ``{north: lung, south: [-600, 1200]}``.
         frames: Which frames of a DICOM file, or slices of a NIfTI volume, are images: the ``middle`` one, ``all``, or
             with a number n each n-th.
         axis: Which slices of a NIfTI volume are images.
@@ -311,7 +317,7 @@ class OwnImages(ImageFiles):
         gray: bool = False,
         full_scale: float | None = None,
         shared_groups: bool | None = None,
-        window: str | list[float] = "file",
+        window: str | list[float] | dict[str, str | list[float]] = "file",
         frames: Frames = "middle",
         axis: Axis = "axial",
         foreground_only: bool = False,
@@ -353,9 +359,31 @@ class OwnImages(ImageFiles):
             raise without_effect("foreground_only", True, "images without masks", "read masks, too")
         manifest = add_frames(manifest, self.medical, self.foreground_only)
         clients = manifest.columns.get(self._client_column)
+        self._check_windows(None if clients is None else clients.tolist())
         return add_groups(
             manifest, self.dicom_group, None if clients is None else clients.tolist(), super()._hash_image
         )
+
+    def _check_windows(self, clients: Sequence[str] | None) -> None:
+        """Raise an OptionError if the option ``window`` lacks a client, or the source (None) names no clients."""
+        if not self.medical.window_of_client:
+            return
+        if clients is None:
+            raise without_effect(
+                "window", self.window, f"{self.source_name}, which names no clients", "set one window for all images"
+            )
+        for client in dict.fromkeys(clients):
+            self.medical.of_client(client)
+
+    @cached_property
+    def _client_of_path(self) -> dict[str, str]:
+        return dict(zip(self.manifest.paths, self.manifest.columns[self._client_column].tolist(), strict=True))
+
+    def reading_of(self, path: str) -> MedicalReading:
+        """Return how a file is decoded if it is a medical image: with the window of its client, if clients have one."""
+        if not self.medical.window_of_client:
+            return self.medical
+        return self.medical.of_client(self._client_of_path[path])
 
     def _assign_splits(self, manifest: Manifest) -> Manifest:
         if manifest.masks is not None:
