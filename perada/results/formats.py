@@ -25,7 +25,7 @@ from perada.federation.options import Prediction
 from perada.results.both_network import BothModelsNetwork
 from perada.results.cards import privacy_card, render_template
 from perada.results.clients import joined_clients
-from perada.results.models import ChosenPrediction, Ensemble, both_predictor, chosen_prediction
+from perada.results.models import ChosenPrediction, Ensemble, both_predictor, chosen_prediction, preprocessing_for
 from perada.results.overwriting import check_exported_model
 from perada.results.predictors import BatchOutputs, in_dtype_of
 from perada.results.run import Run
@@ -80,7 +80,7 @@ def export_model(
     exported = _find_exported(run, number, chosen)
     samples = in_dtype_of(exported.run_model, _sample_images(run))
     metadata = {
-        "preprocessing": json.dumps(run._preprocessing_for(client).record()),
+        "preprocessing": json.dumps(preprocessing_for(run, client).record()),
         "classes": json.dumps(run.info.get("classes")),
         "task": json.dumps(run.info["task"]),
         "client": json.dumps(client),
@@ -186,7 +186,7 @@ def _format_readme(
         summary: What is said of the adapter and the logits.
     """
     private_client = number if number in run.own_clients() else None
-    preprocessing = run._preprocessing_for(client).record() | {"classes": run.info.get("classes")}
+    preprocessing = preprocessing_for(run, client).record() | {"classes": run.info.get("classes")}
     return render_template(
         "model",
         form=form,

@@ -230,14 +230,6 @@ class Models:
         """Preprocessing of images for the models, as in training."""
         return Preprocessing.from_record(self.info["preprocessing"])
 
-    def _preprocessing_for(self, client: int | str | None) -> Preprocessing:
-        """Return the preprocessing of the images of a client, by number or name; None for the global model."""
-        if client is None:
-            return self.preprocessing
-        number = self.number(client)
-        names = self.info.get("clients")
-        return self.preprocessing.of_client(names[number] if names else str(number))
-
     def predict(
         self,
         images: Any,  # noqa: ANN401  # one image of any kind, or several
@@ -276,7 +268,7 @@ class Models:
         check_choice("progress", progress, [True, False])
         check_choice("prediction", prediction, [None, *get_args(Prediction)])
         check_type("broken", broken, dict, "{}")
-        preprocessing = self._preprocessing_for(client)
+        preprocessing = preprocessing_for(self, client)
         task = make_task(self.info["task"])
         # A caller may be in inference mode, in which networks can be neither changed nor searched for frozen layers.
         with torch.inference_mode(False):
@@ -394,6 +386,15 @@ class Models:
         set_state(model, state)
         setattr(model, IMAGE, self._adapted.backbone.image_config)
         return model.eval()
+
+
+def preprocessing_for(run: Models, client: int | str | None) -> Preprocessing:
+    """Return the preprocessing of the images of a run's client, by number or name; None for the global model."""
+    if client is None:
+        return run.preprocessing
+    number = run.number(client)
+    names = run.info.get("clients")
+    return run.preprocessing.of_client(names[number] if names else str(number))
 
 
 def _reject_medical(images: Sequence[PlacedImage], preprocessing: Preprocessing) -> None:
