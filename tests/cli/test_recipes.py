@@ -32,11 +32,9 @@ FOLDERS = ("data", "method", "privacy", "paper")
 GROUPS = {group: [path.stem for path in FILES if path.parent.name == group] for group in FOLDERS}
 IMAGES = [name for name in GROUPS["data"] if name != "shakespeare"]  # texts: tests/data/test_shakespeare.py
 COMPARISONS = [path.stem for path in FILES if path.parent == ROOT and is_comparison(path)]
-COMPLETE = [
-    path.stem
-    for path in FILES
-    if path.parent == ROOT and path.stem not in ("sites", *COMPARISONS)  # tests/deploy runs the first
-]
+OF_SITES = ["sites", "sites_dicom"]
+"""Recipes that read users' own files, which tests/deploy/test_sites_recipe.py runs."""
+COMPLETE = [path.stem for path in FILES if path.parent == ROOT and path.stem not in (*OF_SITES, *COMPARISONS)]
 COMBINATIONS = ["/".join(parts) for parts in product(IMAGES, GROUPS["method"])]
 COMBINATIONS += ["/".join(parts) for parts in product(IMAGES, GROUPS["method"], GROUPS["privacy"])]
 BACKBONES_OF_STARTS = {"perada_figure5": "resnet18", "perada_figure5_mini": "test_resnet"}
@@ -283,7 +281,7 @@ def test_cp_writes_one_recipe_that_says_what_it_is(capsys):
 
 def test_recipes_are_found_by_name():
     assert len(SPELT_OUT) == 36
-    names = [*COMPLETE, *COMPARISONS, "sites", *GROUPS["data"]]
+    names = [*COMPLETE, *COMPARISONS, *OF_SITES, *GROUPS["data"]]
     names += [f"{group}/{name}" for group in ("method", "privacy", "paper") for name in GROUPS[group]]
     assert sorted(shipped_recipes()) == sorted(names)  # a name for each file, and none for combinations
     for name in [*names, *SPELT_OUT, *COMBINATIONS]:
@@ -326,13 +324,13 @@ def test_what_cannot_be_combined_is_rejected(name):
 def test_ls_shows_the_groups_and_how_to_combine_them_on_one_screen(parser, capsys):
     main(["ls"])
     text = capsys.readouterr().out
-    assert len(text.splitlines()) <= 51 and max(map(len, text.splitlines())) <= 100
+    assert len(text.splitlines()) <= 52 and max(map(len, text.splitlines())) <= 100
     *blocks, end = text.strip().split("\n\n")
     data, methods, privacy, papers, complete = ([line.split() for line in block.splitlines()[1:]] for block in blocks)
     assert [row[0] for row in data] == GROUPS["data"]
     assert sorted(name for row in methods for name in row) == GROUPS["method"]
     assert [row[0] for row in privacy] == GROUPS["privacy"]
-    assert [row[0] for row in complete] == sorted([*COMPLETE, *COMPARISONS, "sites"])
+    assert [row[0] for row in complete] == sorted([*COMPLETE, *COMPARISONS, *OF_SITES])
     for name, *words in (*data, *privacy, *complete):
         if name in GROUPS["privacy"]:
             name = f"privacy/{name}"

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe for real sites, from `init` to the exported model, as docs/deploy.md uses it; in small, without Flower."""
+"""The recipes for real sites, from `init` to the exported model, as docs/deploy.md uses them; small, without Flower."""
 
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from perada import Run
 from perada.cli.deployed_recipes import server_recipe
 from perada.cli.main import main
 from perada.cli.recipes import find_recipe
+from perada.studies.dicom_sites import main as dicom_sites
+from perada.studies.dicom_sites import write_sites
 
 CLASSES = ["benign", "malignant"]
 
@@ -23,19 +27,35 @@ def draw(folder, numbers, light):
         Image.fromarray(pixels).save(folder / f"{number}.png")
 
 
-def copy_recipe(tmp_path):
-    """A copy of the recipe for images of 32 pixels and one round, edited as the page says."""
-    main(["cp", "sites", str(tmp_path / "federation.yaml")])
+def copy_recipe(tmp_path, name="sites"):
+    """A copy of a recipe for images of 32 pixels and one round, edited as the page says."""
+    main(["cp", name, str(tmp_path / "federation.yaml")])
     path = tmp_path / "federation.yaml"
-    text = path.read_text().replace("/srv/public", str(tmp_path / "public")).replace("224", "32")
+    text = path.read_text().replace("224", "32").replace("size: 64", "size: 32")
+    for public in ("/srv/public", "dicom/public"):
+        text = text.replace(public, str(tmp_path / "public"))
     for option, value in (("max_epochs", 1), ("num_workers", 0), ("steps", 1), ("batch_size", 8)):
         text = re.sub(rf"( {option}): \d+", rf"\1: {value}", text)
     path.write_text(text)
-    draw(tmp_path / "public", range(12), 120)
     return path
 
 
+def draw_images(tmp_path):
+    """PNG files of two sites and of the server."""
+    draw(tmp_path / "public", range(12), 120)
+    for place, name in enumerate(("north", "south")):
+        for label, light in zip(CLASSES, (60, 180), strict=True):
+            draw(tmp_path / "sites" / name / label, range(20 * place, 20 * place + 8), light)
+
+
+def write_dicom(tmp_path):
+    """DICOM files of three sites and of the server."""
+    pytest.importorskip("pydicom", reason="needs the extra medical")
+    write_sites(tmp_path, 3)
+
+
 def test_the_server_reads_it_without_a_clients_image(tmp_path):
+    draw_images(tmp_path)
     recipe = server_recipe(str(copy_recipe(tmp_path)))
     assert recipe.classes == tuple(CLASSES) and len(recipe.public) == 12
     (shipped,) = find_recipe("sites")
@@ -55,29 +75,49 @@ def test_recipes_that_a_server_cannot_read_name_one_that_it_can(name, remedy):
         server_recipe(name)
 
 
-@pytest.mark.slow
-def test_it_goes_from_init_to_a_model_that_predicts(tmp_path, monkeypatch, capsys):
+def test_generated_files_are_trained_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    copy_recipe(tmp_path)
+    pytest.importorskip("pydicom", reason="needs the extra medical")
+    dicom_sites(["dicom", "--patients", "3"])
+    assert len([*Path("dicom", "sites").rglob("*.dcm")]) == 36
+    main([
+        "fit", "--config", "sites_dicom", "--model.backbone", "test_resnet", "--model.pretrained", "false",
+        "--model.adapter_options", "null", "--trainer.max_epochs", "1", "--trainer.accelerator", "cpu",
+        "--trainer.default_root_dir", "out", "--distillation.steps", "1", "--evaluation.prediction", "personal",
+    ])  # fmt: skip
+    (record,) = Path("out").rglob("run.json")
+    info = json.loads(record.read_text())["info"]
+    assert info["clients"] == ["north", "south", "west"]
+    assert info["preprocessing"]["medical"]["window"] == "lung"
+    with pytest.raises(SystemExit):
+        dicom_sites(["dicom"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "write"), [("sites", draw_images), ("sites_dicom", write_dicom)])
+def test_it_goes_from_init_to_a_model_that_predicts(tmp_path, monkeypatch, capsys, name, write):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    copy_recipe(tmp_path, name)
     main(["deploy", "init", "federation.yaml", "federation", "--host", "localhost"])
     digest = re.search("digest ([0-9a-f]{64})", capsys.readouterr().out)[1]
     files = []
-    for place, name in enumerate(("st-marys", "north")):
-        for label, light in zip(CLASSES, (60, 180), strict=True):
-            draw(tmp_path / "images" / name / label, range(20 * place, 20 * place + 8), light)
+    sites = sorted(folder.name for folder in (tmp_path / "sites").iterdir())
+    for site_name in sites:
         site = yaml.safe_load((tmp_path / "federation" / "site" / "site.yaml").read_text())
         assert site["recipes"][0]["digest"] == digest
         site["recipes"][0]["recipe"] = str(tmp_path / "federation" / "site" / "recipe.yaml")
-        site["data"]["root"] = str(tmp_path / "images" / name)
-        site |= {"name": name, "state": f"state-{name}", "socket": f"{name}.sock"}
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(site))
-        files.append(f"{name}.yaml")
+        site["data"]["root"] = str(tmp_path / "sites" / site_name)
+        site |= {"name": site_name, "state": f"state-{site_name}", "socket": f"{site_name}.sock"}
+        (tmp_path / f"{site_name}.yaml").write_text(yaml.safe_dump(site))
+        files.append(f"{site_name}.yaml")
     main(["deploy", "check", files[0]])
     assert "federation.yaml" not in (said := capsys.readouterr().out) and "recipe.yaml: approved" in said
-    main(["deploy", "run", "federation.yaml", "--local", *files, "--folder", "srv", "--min-sites", "2"])
+    main(["deploy", "run", "federation.yaml", "--local", *files, "--folder", "srv", "--min-sites", str(len(sites))])
     main(["deploy", "export", files[0], "--output", "models"])
     main(["deploy", "export", "srv", "--recipe", "federation.yaml", "--output", "global"])
-    for folder, client in (("models", ["--client", "st-marys"]), ("global", [])):
-        main(["predict", folder, "--images", "images/north", *client, "--output", f"{folder}.csv", "--device", "cpu"])
-        assert len((tmp_path / f"{folder}.csv").read_text().splitlines()) == 17
+    num_images = len([path for path in (tmp_path / "sites" / "south").rglob("*.*") if path.is_file()])
+    for folder, client in (("models", ["--client", sites[0]]), ("global", [])):
+        main(["predict", folder, "--images", "sites/south", *client, "--output", f"{folder}.csv", "--device", "cpu"])
+        assert len((tmp_path / f"{folder}.csv").read_text().splitlines()) == num_images + 1
         assert Run.load(folder).info["classes"] == CLASSES
