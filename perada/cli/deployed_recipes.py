@@ -52,7 +52,7 @@ SHARED_MEDICAL_OPTIONS = ("window", "frames", "axis", "foreground_only", "dicom_
 """Options of a recipe's image set that determine which frames of medical images are read, and how."""
 SHARED_IMAGE_OPTIONS = ("size", "gray", "full_scale", "test_share", "seed", *SHARED_MEDICAL_OPTIONS)
 """Options of a recipe's image set that also apply to a site's: how files are read, and test images selected."""
-SHARED_TABLE_OPTIONS = ("path", "label", "split", "separator", "unknown", "blank", "numbers", "group", "mask")
+SHARED_TABLE_OPTIONS = ("path", "uid", "label", "split", "separator", "unknown", "blank", "numbers", "group", "mask")
 """The same, if both the recipe and the site have a table."""
 MASK_OPTIONS = ("mask_values",)
 """The same, if the recipe's images have masks."""

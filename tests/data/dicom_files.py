@@ -110,3 +110,53 @@ def linear(values, centre, width):
         else:
             shown.append(((value - (centre - 0.5)) / (width - 1) + 0.5) * 255)
     return np.array(shown).reshape(np.shape(values))
+
+
+def segmentation(image, masks, kind="BINARY", names=None, frame_numbers=None):
+    """Return a DICOM SEG with a frame for each segment and image.
+
+    Args:
+        image: A file of the series, whose size and series the segmentation has.
+        masks: By SOPInstanceUID of an image and number of a segment, its pixels (H, W): ones, or numbers up to 255 if
+            the kind is FRACTIONAL, or the numbers of segments if it is LABELMAP.
+        kind: Its SegmentationType.
+        names: Name of each segment by its number.
+        frame_numbers: Number of the frame of each mask in a file with several.
+    """
+    made = dataset(np.zeros((len(masks), image.Rows, image.Columns), np.uint8))
+    sop_class = "1.2.840.10008.5.1.4.1.1.66.7" if kind == "LABELMAP" else "1.2.840.10008.5.1.4.1.1.66.4"
+    made.SOPClassUID = made.file_meta.MediaStorageSOPClassUID = sop_class
+    made.Modality = "SEG"
+    made.SegmentationType = kind
+    made.MaximumFractionalValue = 255
+    made.SegmentSequence = Sequence()
+    for number, name in (names or {1: "lesion"}).items():
+        item = Dataset()
+        item.SegmentNumber = number
+        item.SegmentLabel = name
+        made.SegmentSequence.append(item)
+    referenced = Dataset()
+    referenced.SeriesInstanceUID = image.SeriesInstanceUID
+    made.ReferencedSeriesSequence = Sequence([referenced])
+    made.PerFrameFunctionalGroupsSequence = Sequence()
+    for place, (instance, number) in enumerate(masks):
+        group, segment, derivation, source = Dataset(), Dataset(), Dataset(), Dataset()
+        segment.ReferencedSegmentNumber = number
+        source.ReferencedSOPInstanceUID = instance
+        if frame_numbers:
+            source.ReferencedFrameNumber = frame_numbers[place]
+        derivation.SourceImageSequence = Sequence([source])
+        if kind != "LABELMAP":
+            group.SegmentIdentificationSequence = Sequence([segment])
+        group.DerivationImageSequence = Sequence([derivation])
+        made.PerFrameFunctionalGroupsSequence.append(group)
+    pixels = np.stack([*masks.values()])
+    made.NumberOfFrames = len(masks)
+    if kind == "BINARY":
+        made.BitsAllocated = made.BitsStored = 1
+        made.HighBit = 0
+        content = np.packbits(pixels.ravel(), bitorder="little").tobytes()
+    else:
+        content = pixels.astype(np.uint8).tobytes()
+    made.PixelData = content + b"\0" * (len(content) % 2)
+    return made

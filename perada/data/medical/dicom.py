@@ -184,6 +184,16 @@ def _no_pixels_error(dataset: Any) -> MedicalImageError:  # noqa: ANN401  # a Da
     return MedicalImageError(f"it has no pixel data{kind}", "leave it out: it is no image")
 
 
+def stored_values(frame: DicomFrame) -> Values:
+    """Return the values of a frame (H, W) or (H, W, 3) as they are stored.
+
+    Raises:
+        MedicalImageError: If they are damaged.
+    """
+    values, _ = _stored_values(frame)
+    return values
+
+
 def _stored_values(frame: DicomFrame) -> tuple[Values, str]:
     """Return the values of a frame (H, W) or (H, W, 3), and their photometric interpretation."""
     if frame.format.is_encapsulated:

@@ -60,7 +60,8 @@ _HEADER_KEYWORDS = (
 _PALETTE_KEYWORDS = tuple(
     f"{kind}PaletteColorLookupTable{part}" for kind in ("Red", "Green", "Blue") for part in ("Descriptor", "Data")
 ) + tuple(f"Segmented{kind}PaletteColorLookupTableData" for kind in ("Red", "Green", "Blue"))
-_IDENTITY_KEYWORDS = ("IssuerOfPatientID", "PatientID", "StudyInstanceUID", "AccessionNumber")
+UID_KEYWORDS = ("SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID")
+_IDENTITY_KEYWORDS = ("IssuerOfPatientID", "PatientID", "AccessionNumber", *UID_KEYWORDS)
 _EXTENDED_OFFSETS = ("ExtendedOffsetTable", "ExtendedOffsetTableLengths")
 
 
@@ -128,13 +129,16 @@ def _configure_pydicom() -> Any:  # noqa: ANN401  # a module
     return pydicom
 
 
-def read_dataset(file: IO[bytes], with_pixels: bool, with_identity: bool = False) -> Any:  # noqa: ANN401  # a Dataset
+def read_dataset(
+    file: IO[bytes], with_pixels: bool, with_identity: bool = False, more_keywords: tuple[str, ...] = ()
+) -> Any:  # noqa: ANN401  # a Dataset
     """Read the elements of a DICOM file that perada uses.
 
     Args:
         file: The file, at its beginning.
         with_pixels: Whether to read the pixel data, too. Without them the file is then at their element.
-        with_identity: Whether to read the elements that identify the patient and the study.
+        with_identity: Whether to read the elements that identify the patient, the study and the image.
+        more_keywords: Further elements to read.
 
     Raises:
         MedicalImageError: If it is not a DICOM file, or damaged.
@@ -151,6 +155,7 @@ def read_dataset(file: IO[bytes], with_pixels: bool, with_identity: bool = False
         keywords += (*_EXTENDED_OFFSETS, *PIXEL_KEYWORDS)
     if with_identity:
         keywords += _IDENTITY_KEYWORDS
+    keywords += more_keywords
     try:
         _check_inflated_size(file, beginning)
         return pydicom.dcmread(

@@ -3,7 +3,8 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 
 from perada.core.checks import check_choice, check_name
 from perada.core.text import abbreviated
+from perada.data.medical.errors import MedicalImageError
 from perada.data.medical.nifti import Axis
-from perada.data.medical.reading import Frames, MedicalReading
+from perada.data.medical.reading import Frames, MedicalReading, medical_kind
+from perada.data.medical.segmentations import image_reference, read_segmentation
 from perada.data.medical.windows import check_window
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest
@@ -128,7 +131,9 @@ class ImageMasks(OwnImages):
     as in nnU-Net, whose ends are the split. A mask may then be called like its image with ``_mask`` or ``_seg``.
 
     Masks are grey images or images with a palette, of the same size as their image, with the number of the class as
-    value of a pixel. They are resized by nearest neighbour, and stay in memory.
+    value of a pixel. They are resized by nearest neighbour, and stay in memory. A DICOM SEG is the mask of the image of
+    its name, or of all images of the series that it refers to. Its segments, and the numbers of NIfTI volumes with a
+    ``dataset.json``, have names: ``classes`` numbers them, and without it each name must have one number everywhere.
 
     Args:
         root: The folder.
@@ -181,6 +186,7 @@ class ImageMasks(OwnImages):
                 "images and masks to the names of the folders"
             )
         masks_of_pairs = _list_masks(files, pairs)
+        segmentation_of_series = _list_segmentations(root, masks_of_pairs)
         image_paths: list[str] = []
         mask_paths: list[str] = []
         without_mask: list[str] = []
@@ -193,12 +199,17 @@ class ImageMasks(OwnImages):
             masks_by_stem = masks_of_pairs[pair]
             stem = stem_of_mask("/".join(pair.parts_below(parts)), masks_by_stem.keys())
             if stem is None:
+                mask = segmentation_of_series.get(pair, {}).get(_series_of(root / file))
+            else:
+                mask = masks_by_stem[stem]
+            if mask is None:
                 without_mask.append(file)
                 continue
             image_paths.append(file)
-            mask_paths.append(masks_by_stem[stem])
+            mask_paths.append(mask)
             fields_of_images.append(_fields_of_folders(parts, pair, self.shared_groups is True))
-        self._check_pairs(image_paths, mask_paths, without_mask, pairs_by_image_folder)
+        segmentations = {mask for by_series in segmentation_of_series.values() for mask in by_series.values()}
+        self._check_pairs(image_paths, mask_paths, without_mask, pairs_by_image_folder, segmentations)
         self._warn_of_unused(files, [*image_paths, *mask_paths])
         self._warn_of_high_root(pairs)
         columns = self._complete_columns(fields_of_images)
@@ -233,6 +244,7 @@ class ImageMasks(OwnImages):
         mask_paths: Sequence[str],
         without_mask: Sequence[str],
         pairs_by_image_folder: Mapping[tuple[str, ...], MaskFolders],
+        segmentations: Set[str],
     ) -> None:
         """Raise an error for images without mask, and for a mask of several images.
 
@@ -241,6 +253,7 @@ class ImageMasks(OwnImages):
             mask_paths: Their masks.
             without_mask: Images without a mask.
             pairs_by_image_folder: The pairs of folders by the path of that with images.
+            segmentations: Masks that are those of a series.
         """
         if without_mask:
             first = PurePosixPath(without_mask[0]).with_suffix("")
@@ -252,7 +265,10 @@ class ImageMasks(OwnImages):
                 f"{abbreviated(without_mask)}; add masks such as {expected}.png, or remove the images"
             )
         counts = Counter(mask_paths)
-        shared = [image for image, mask in zip(image_paths, mask_paths, strict=True) if counts[mask] > 1]
+        shared = []
+        for image, mask in zip(image_paths, mask_paths, strict=True):
+            if counts[mask] > 1 and mask not in segmentations:
+                shared.append(image)
         if shared:
             raise ValueError(
                 f"several images in {self.root} have the same mask: {abbreviated(shared)}; combine the channels of an "
@@ -311,6 +327,30 @@ def _list_masks(files: Iterable[str], pairs: Sequence[MaskFolders]) -> dict[Mask
             stem = "/".join(pair.parts_below(parts))
             masks_of_pairs[pair][stem] = file
     return masks_of_pairs
+
+
+def _list_segmentations(
+    root: Path, masks_of_pairs: Mapping[MaskFolders, Mapping[str, str]]
+) -> dict[MaskFolders, dict[str, str]]:
+    """Return the DICOM SEG of each series in the folders of masks, by the UID of the series."""
+    segmentation_of_series: dict[MaskFolders, dict[str, str]] = {}
+    for pair, masks_by_stem in masks_of_pairs.items():
+        for file in masks_by_stem.values():
+            # Reading a mask names what is wrong with it.
+            with suppress(MedicalImageError, OSError):
+                if medical_kind(root / file) == "DICOM":
+                    by_series = segmentation_of_series.setdefault(pair, {})
+                    for series in read_segmentation(root / file).series:
+                        by_series[series] = file
+    return segmentation_of_series
+
+
+def _series_of(path: Path) -> str:
+    """Return the UID of the series of a DICOM file; an empty text for other files."""
+    with suppress(MedicalImageError, OSError):
+        if medical_kind(path) == "DICOM":
+            return image_reference(path).series
+    return ""
 
 
 def _pair_of(folders: tuple[str, ...], pairs: Mapping[tuple[str, ...], MaskFolders]) -> MaskFolders | None:

@@ -44,6 +44,7 @@ from perada.data.sets.label_names import check_label_names
 from perada.data.sets.masks import read_mask, stack_masks
 from perada.data.sets.medical_rows import DicomGroup, add_frames, add_groups
 from perada.data.sets.palettes import Colour, check_palettes, colours_of_values, palette_of
+from perada.data.sets.segment_names import check_segment_names, class_numbers, segment_names
 
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
     ("val", "valid", "validation", "dev"), "val"
@@ -387,7 +388,7 @@ class OwnImages(ImageFiles):
 
     def _assign_splits(self, manifest: Manifest) -> Manifest:
         if manifest.masks is not None:
-            manifest = replace(manifest, classes=self._class_names)
+            manifest = replace(manifest, classes=self._classes_of_masks(manifest))
         elif manifest.numbers is not None:
             self._check_no_class_names()
         elif self._class_names is not None:
@@ -404,6 +405,31 @@ class OwnImages(ImageFiles):
             split = self._normalise_split(manifest, manifest.split.tolist())
         self._check_classes(manifest, split == "train")
         return replace(manifest, split=split)
+
+    def _classes_of_masks(self, manifest: Manifest) -> tuple[str, ...] | None:
+        """Return the classes of masks; raise an OptionError if the names of their segments contradict each other.
+
+        With ``mask_values`` the numbers are declared, whatever their names.
+        """
+        assert manifest.masks is not None
+        if self.mask_values is not None:
+            return self._class_names
+        unnamed = np.full(len(manifest.masks), self.source_name, dtype=object)
+        owner_of_mask = dict(zip(manifest.masks, manifest.columns.get(self._client_column, unnamed), strict=True))
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            names_of_masks = list(pool.map(segment_names, owner_of_mask))
+        named = []
+        owners = []
+        for owner, names in zip(owner_of_mask.values(), names_of_masks, strict=True):
+            if names is not None:
+                named.append(names)
+                owners.append(str(owner))
+        return check_segment_names(self.source_name, named, owners, self._class_names)
+
+    def read_mask(self, path: str, image_path: str) -> Tensor:
+        """Read the mask (size, size) of an image, whose segments are numbered by their names if they have any."""
+        class_of_number = class_numbers(segment_names(path), self.manifest.classes)
+        return read_mask(path, image_path, self.size, self.mask_values, self.medical, class_of_number)
 
     def _check_label_names(self, manifest: Manifest) -> None:
         """Check classes that are not declared; see :func:`.check_label_names`."""

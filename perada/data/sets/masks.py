@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read masks of images, which have the class of each pixel as its value."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -12,8 +12,10 @@ from torch import Tensor
 from perada.core.checks import check_integer, invalid_option
 from perada.core.text import abbreviated
 from perada.data.batches.transforms import MissingImageError, UnreadableImageError, load_pixels, size_of_file, upright
+from perada.data.medical.errors import MedicalImageError
 from perada.data.medical.nifti import decode_label_slice
 from perada.data.medical.reading import DEFAULT_READING, MedicalReading, medical_kind, split_number
+from perada.data.medical.segmentations import image_reference, read_segmentation
 from perada.data.sets.label_types import stack_integers
 from perada.tasks.geometry import resize_masks
 
@@ -50,6 +52,7 @@ def read_mask(
     size: int,
     mask_values: Sequence[int] | None,
     medical: MedicalReading = DEFAULT_READING,
+    class_of_number: Mapping[int, int] | None = None,
 ) -> Tensor:
     """Read the file of a mask; see :func:`decode_mask`.
 
@@ -59,13 +62,14 @@ def read_mask(
         size: Height and width to resize the mask to.
         mask_values: Value of each class in the file.
         medical: How medical images are read.
+        class_of_number: See :func:`decode_mask`.
 
     Raises:
         MissingImageError: If a file does not exist.
         UnreadableImageError: See :func:`decode_mask`.
     """
     try:
-        return decode_mask(path, image_path, size, mask_values, path, medical)
+        return decode_mask(path, image_path, size, mask_values, path, medical, class_of_number)
     except FileNotFoundError as error:
         raise MissingImageError(f"{error.filename} does not exist", "add it, or remove the other of the pair") from None
 
@@ -77,6 +81,7 @@ def decode_mask(
     mask_values: Sequence[int] | None,
     name: str,
     medical: MedicalReading = DEFAULT_READING,
+    class_of_number: Mapping[int, int] | None = None,
 ) -> Tensor:
     """Decode a mask of grey values or of a palette, whose numbers are the classes.
 
@@ -87,6 +92,7 @@ def decode_mask(
         mask_values: Value of each class in the mask; None for its number. 255 stays 255 unless it is listed.
         name: Name of the mask in messages.
         medical: How medical images are read.
+        class_of_number: Class of each number in the mask, if the numbers have names; None for the numbers themselves.
 
     Returns:
         Classes (size, size), integers of the smallest type that holds them.
@@ -96,7 +102,7 @@ def decode_mask(
         UnreadableImageError: If it is not a mask, has another size than the image, or a value that is not listed.
     """
     try:
-        pixels = _open_mask(mask_source, name, mask_values, medical)
+        pixels = _open_mask(mask_source, image_source, name, mask_values, medical)
         # Images are rotated according to their metadata, and labelling tools show them so.
         image_size = size_of_file(image_source, medical)
     except (FileNotFoundError, ModuleNotFoundError, UnreadableImageError):
@@ -112,18 +118,24 @@ def decode_mask(
         )
     if mask_values is not None:
         pixels = _number_values(pixels, mask_values, name)
+    elif class_of_number is not None:
+        pixels = _number_segments(pixels, class_of_number, name)
     resized = resize_masks(torch.from_numpy(pixels), size)
     # Many masks are in memory together.
     return stack_integers([resized])[0]
 
 
 def _open_mask(
-    source: str | IO[bytes], name: str, mask_values: Sequence[int] | None, medical: MedicalReading
+    source: str | IO[bytes],
+    image_source: str | IO[bytes],
+    name: str,
+    mask_values: Sequence[int] | None,
+    medical: MedicalReading,
 ) -> Pixels:
     """Return the value int64 (H, W) of each pixel of a mask; see :func:`mask_pixels`."""
     kind = medical_kind(source)
     if kind == "DICOM":
-        raise UnreadableImageError(f"{name} is a DICOM file, which is not read as a mask", REMEDY)
+        return _segments_of_image(source, image_source, name)
     if kind is None:
         with Image.open(source) as opened:
             return mask_pixels(opened, name, mask_values)
@@ -136,6 +148,23 @@ def _open_mask(
     if stored.dtype.kind == "f":
         _check_whole_numbers(stored, name)
     return stored.astype(np.int64)
+
+
+def _segments_of_image(source: str | IO[bytes], image_source: str | IO[bytes], name: str) -> Pixels:
+    """Return the number int64 (H, W) of the segment of each pixel of an image, from a DICOM SEG."""
+    number = None
+    if isinstance(image_source, str):
+        numbered = split_number(image_source)
+        image_source = numbered.file
+        number = numbered.number
+    if medical_kind(image_source) != "DICOM":
+        raise UnreadableImageError(
+            f"{name} is a DICOM file, but its image is none, to which it could refer", "save the mask as PNG or NIfTI"
+        )
+    try:
+        return read_segmentation(source).mask_of(image_reference(image_source, number))
+    except MedicalImageError as error:
+        raise UnreadableImageError(f"{name} is not a readable mask ({error.reason})", error.remedy or REMEDY) from None
 
 
 def mask_pixels(opened: Image.Image, name: str, mask_values: Sequence[int] | None = None) -> Pixels:
@@ -225,6 +254,23 @@ def _number_values(pixels: Pixels, mask_values: Sequence[int], name: str) -> Pix
     for number, value in enumerate(mask_values):
         numbers[pixels == value] = number
     return numbers
+
+
+def _number_segments(pixels: Pixels, class_of_number: Mapping[int, int], name: str) -> Pixels:
+    """Return the class of each pixel's segment; raise an UnreadableImageError for numbers without a name.
+
+    Args:
+        pixels: Numbers of the segments.
+        class_of_number: The class of each number.
+        name: Name of the mask in messages.
+    """
+    classes = np.full(pixels.shape, UNLISTED, dtype=np.int64)
+    for number in np.unique(pixels).tolist():
+        if number in class_of_number:
+            classes[pixels == number] = class_of_number[number]
+        elif number != UNLISTED:
+            raise UnreadableImageError(f"{name} has the number {number}, which has no name", "name it, or correct it")
+    return classes
 
 
 def stack_masks(masks: Sequence[Tensor], size: int) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 
 from perada.core.text import abbreviated
 from perada.data.medical.errors import MedicalImageError
-from perada.data.medical.headers import open_source, read_dataset, text
+from perada.data.medical.headers import UID_KEYWORDS, open_source, read_dataset, text
 from perada.data.medical.nifti import num_slices, read_volume
 from perada.data.medical.reading import Kind, MedicalReading, count_frames, known_kinds, with_number
 from perada.data.sets.base import Manifest
@@ -168,6 +168,24 @@ def _hashed_identifier(path: str, group: DicomGroup, salt: str, size: int, modif
             message = "\0".join([candidate, *words]).encode()
             return hmac.new(salt.encode(), message, hashlib.sha256).hexdigest()
     return None
+
+
+def uids_of_files(files: Sequence[str]) -> list[list[str]]:
+    """Return the UIDs of image, series and study of each DICOM file; none of files that are others, or damaged."""
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        return list(pool.map(_uids_of_file, files))
+
+
+def _uids_of_file(file: str) -> list[str]:
+    try:
+        if known_kinds([file]) != ["DICOM"]:
+            return []
+        with open_source(file) as opened:
+            dataset = read_dataset(opened, with_pixels=False, with_identity=True)
+    except (MedicalImageError, OSError):
+        return []
+    uids = [text(dataset, keyword) for keyword in UID_KEYWORDS]
+    return [uid for uid in uids if uid]
 
 
 def _warn_of_single_group(

@@ -17,6 +17,7 @@ from perada.core.checks import OptionError, check_choice, check_name, checked_pa
 from perada.core.text import abbreviated
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, number_labels
+from perada.data.sets.image_paths import list_images
 from perada.data.sets.label_columns import (
     BINARY,
     TRUE_CELLS,
@@ -36,6 +37,7 @@ from perada.data.sets.label_columns import (
     with_point,
 )
 from perada.data.sets.manifest import ListedImages, Listing
+from perada.data.sets.medical_rows import uids_of_files
 from perada.data.sets.table_files import check_encoding, existing_spelling, is_same_file, read_table
 from perada.tasks import Classification, MultiLabel, Regression, Segmentation, Task
 from perada.tasks.multi_label import UNKNOWN
@@ -66,6 +68,8 @@ class ImageTable(ListedImages):
             :class:`.Regression`; null for labels that are names.
         encoding: Encoding of a text file, such as ``cp1252`` as Excel writes it on Windows; null for UTF-8, or for
             UTF-16 or UTF-32 with a byte-order mark.
+        uid: Column of UIDs, in place of ``path``: of an image (SOPInstanceUID), a series or a study. All DICOM files
+            below the folder with this UID have the labels of its row; those without a row are left out.
         decimal: What separates the fraction of ``numbers``: a point, or a comma as Excel writes it in much of Europe.
         **options: Options of :class:`.ListedImages`.
 
@@ -87,6 +91,7 @@ class ImageTable(ListedImages):
         numbers: str | list[str] | None = None,
         encoding: str | None = None,
         decimal: Decimal = ".",
+        uid: str | None = None,
         **options: Any,
     ) -> None:
         check_encoding(encoding)
@@ -98,7 +103,10 @@ class ImageTable(ListedImages):
         table_path = checked_path("table", table)
         check_columns("label", label)
         check_columns("numbers", numbers, optional=True)
-        for name, column in {"path": path, "separator": separator, "mask": mask, "split": split}.items():
+        if uid is not None and path != "path":
+            raise without_effect("path", path, f"uid={uid!r}", "leave uid out")
+        columns = {"path": path, "separator": separator, "mask": mask, "split": split, "uid": uid}
+        for name, column in columns.items():
             check_name(name, column, optional=name != "path")
         super().__init__(str(table_path.parent) if folder is None else folder, **options)
         self.table = table
@@ -114,6 +122,7 @@ class ImageTable(ListedImages):
         self.numbers = numbers
         self.encoding = encoding
         self.decimal: Decimal = decimal
+        self.uid = uid
         self.source_name = table
 
     @property
@@ -140,6 +149,30 @@ class ImageTable(ListedImages):
 
     def read_manifest(self) -> Manifest:
         """List the rows of the table."""
+        if self.uid is not None:
+            paths, rows = self._find_files_of_uids(self.uid)
+        else:
+            paths = self._read_paths()
+            rows = np.arange(len(paths))
+        row_labels = self._read_labels()
+        split_column = self.split
+        if not split_column and "split" in self.listing.columns:
+            split_column = "split"
+        split = None
+        if split_column:
+            split = np.array(self.column("split", split_column))
+        manifest = Manifest(
+            [""] * len(self.listing.row_names),
+            row_labels.labels,
+            row_labels.classes,
+            self.extra_columns(),
+            masks=row_labels.masks,
+            numbers=row_labels.numbers,
+        )
+        return replace(manifest.rows(rows), paths=paths, split=None if split is None else split[rows])
+
+    def _read_paths(self) -> list[str]:
+        """Return the file of each row."""
         files = self.column("path", self.path, "fill in the file's path, or take the row out")
         counts = Counter(files)
         duplicates = [row for row, file in enumerate(files) if counts[file] > 1]
@@ -148,22 +181,36 @@ class ImageTable(ListedImages):
         )
         paths = self._existing_paths(files)
         self._reject_other_spellings(files, paths)
-        row_labels = self._read_labels()
-        split_column = self.split
-        if not split_column and "split" in self.listing.columns:
-            split_column = "split"
-        split = None
-        if split_column:
-            split = np.array(self.column("split", split_column))
-        return Manifest(
-            paths,
-            row_labels.labels,
-            row_labels.classes,
-            self.extra_columns(),
-            split,
-            masks=row_labels.masks,
-            numbers=row_labels.numbers,
+        return paths
+
+    def _find_files_of_uids(self, column: str) -> tuple[list[str], Array]:
+        """Return the DICOM files of the rows' UIDs, and the row (N,) of each. Messages name rows, and no UID."""
+        uids = [str(uid).strip() for uid in self.column("uid", column, "fill in the UID, or take the row out")]
+        counts = Counter(uids)
+        duplicates = [row for row, uid in enumerate(uids) if counts[uid] > 1]
+        self.reject_rows(duplicates, "UIDs occur more than once", "use one row for each")
+        row_of_uid = {uid: row for row, uid in enumerate(uids)}
+        files = [f"{self.root}/{file}" for file in list_images(Path(self.root))]
+        paths = []
+        rows = []
+        for file, uids_of_file in zip(files, uids_of_files(files), strict=True):
+            found = sorted({row_of_uid[uid] for uid in uids_of_file if uid in row_of_uid})
+            if len(found) > 1:
+                self.reject_rows(found, f"{file} has the UIDs of several rows", "use one row for each file")
+            if found:
+                paths.append(file)
+                rows.append(found[0])
+        missing = sorted({*range(len(uids))} - {*rows})
+        self.reject_rows(
+            missing, f"no DICOM file in {self.root} has its UID", "take the row out, or set folder to that of the files"
         )
+        if len(paths) < len(files):
+            warnings.warn(
+                f"{len(files) - len(paths)} of {len(files)} images in {self.root} have no row in {self.table}; they "
+                "are skipped",
+                stacklevel=2,
+            )
+        return paths, np.array(rows, dtype=np.int64)
 
     def _read_labels(self) -> RowLabels:
         """Return what the options ``label``, ``mask`` and ``numbers`` select."""
