@@ -52,9 +52,8 @@ def _add_run(parser: ArgumentParser) -> None:
     parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
 
 
-def predict(parser: ArgumentParser, words: list[str]) -> None:
-    """Predict images with a model of a run, and write a table."""
-    parser.description = f"Predict images with a model of a run, without its data. {_RECIPE_USE}"
+def _add_prediction_options(parser: ArgumentParser) -> None:
+    """Add the options of ``perada predict``."""
     _add_run(parser)
     parser.add_argument(
         "--images",
@@ -86,8 +85,22 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         default=Path("predictions.csv"),
         help="Table to write. Masks are written to PNG files in the folder of this name, without its extension.",
     )
+    parser.add_argument(
+        "--dicom",
+        type=Path,
+        default=None,
+        metavar="FOLDER",
+        help="New folder for the predictions of DICOM files as DICOM, of the same patients and studies: a SEG for each "
+        "series if masks are predicted, else a structured report for each image.",
+    )
     parser.add_argument("--batch_size", type=int, default=64, help="Number of images in memory at a time.")
     parser.add_argument("--device", type=str, default=None, help="cpu, cuda or mps; by default a GPU if available.")
+
+
+def predict(parser: ArgumentParser, words: list[str]) -> None:
+    """Predict images with a model of a run, and write a table."""
+    parser.description = f"Predict images with a model of a run, without its data. {_RECIPE_USE}"
+    _add_prediction_options(parser)
     if any(word.partition("=")[0] == "--config" for word in words):
         raise ValueError(f"--config is not an option of `perada predict RUN --images ...`. {_RECIPE_USE}")
     options = parser.parse_args(words)
@@ -103,7 +116,11 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     with collection_paused():
         import torch
 
+        from perada.results.dicom_predictions import check_dicom_folder, model_name, write_dicom
         from perada.results.inference import each_frame, find_images
+
+    if options.dicom is not None:
+        check_dicom_folder(options.dicom)
 
     names, paths = find_images(options.images, options.path, options.encoding)
     device = options.device
@@ -132,6 +149,9 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         predictions.to_csv(output)
     plural = "s" if len(readable_names) > 1 else ""
     print(f"Predictions of {len(readable_names)} image{plural}: {output}")
+    if options.dicom is not None:
+        written = write_dicom(predictions, model_name(run, options.client), options.dicom)
+        print(f"DICOM files: {len(written)} in {options.dicom}")
     if error_of_file:
         raise ValueError(
             f"{len(paths) - len(readable_names)} of {len(paths)} images have no prediction and are missing from "
