@@ -270,7 +270,7 @@ def _segmentation(predictions: Predictions, sources: Sequence[_Source], model: M
     _add_geometry(made, header)
     _add_dimensions(made)
     groups = []
-    frames = []
+    frames: list[np.ndarray[Any, np.dtype[np.bool_]]] = []
     for place, source in enumerate(sources, 1):
         mask = _mask_of(predictions.labels[source.row], header)
         for segment in range(1, len(predictions.classes)):

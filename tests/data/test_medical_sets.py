@@ -19,6 +19,7 @@ from perada.cli import main
 from perada.data import ByDomain, FederatedDataModule, ImageFolder, Images, ImageTable, UnlabelledFolder
 from perada.data.batches.transforms import read_image
 from perada.data.broken_images import without_broken
+from perada.data.medical import dicom, reading
 from perada.data.medical.facts import header_facts
 from perada.data.medical.reading import MedicalReading, medical_kind
 from perada.data.preprocessing import Preprocessing
@@ -50,7 +51,7 @@ def hospitals(root, extension=".dcm"):
                     write(
                         root / client / label / f"{number:03d}{extension}", pixels_of(number),
                         PatientID=patient, PatientName=NAME, PatientBirthDate=BIRTH, AccessionNumber=ACCESSION,
-                        StudyInstanceUID=f"{STUDY}.{patient[-2:]}", Manufacturer=manufacturer, BitsStored=bits,
+                        StudyInstanceUID=f"{STUDY}.{int(patient[-2:])}", Manufacturer=manufacturer, BitsStored=bits,
                         WindowCenter="0", WindowWidth="800" if client == "north" else "900",
                         RescaleSlope="1", RescaleIntercept="0", PixelSpacing=["0.5", "0.5"],
                     )  # fmt: skip
@@ -362,3 +363,28 @@ def test_a_recipe_is_written_for_dicom_files(root, tmp_path, capsys):
     main(["init", "--images", str(root), "--output", str(tmp_path / "recipe.yaml"), "--yes"])
     assert "{client}/{class}" in (tmp_path / "recipe.yaml").read_text()
     assert not any(word in capsys.readouterr().out for word in IDENTIFIERS)
+
+
+def test_set_up_decodes_each_file_once_and_parses_it_once(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoded = []
+    parsed = []
+    decode = reading.decode_dicom
+    parse = dicom.read_dataset
+
+    def counted_decode(source, *arguments):
+        decoded.append(str(source))
+        return decode(source, *arguments)
+
+    def counted_parse(*arguments, **options):
+        parsed.append(arguments)
+        return parse(*arguments, **options)
+
+    monkeypatch.setattr(reading, "decode_dicom", counted_decode)
+    monkeypatch.setattr(dicom, "read_dataset", counted_parse)
+    images = Images(str(root), size=SIDE)
+    FederatedDataModule(dataset=images, partition=ByDomain("client"), batch_size=4).setup()
+    files = len([*root.rglob("*.dcm")])
+    # A few images of each client are looked at again.
+    assert len({*decoded}) == files and len(decoded) <= 1.25 * files
+    assert len(parsed) == len(decoded)

@@ -264,7 +264,7 @@ _UNDEFINED_LENGTH = 0xFFFFFFFF
 
 
 def read_stored_frame(file: IO[bytes], stored_as: PixelFormat, index: int) -> bytes | None:
-    """Read the bytes of one of many frames, so that the others need not be read.
+    """Read the bytes of one frame, so that the others need not be read, nor the header a second time.
 
     Args:
         file: A file at the element of its pixel data.
@@ -275,7 +275,7 @@ def read_stored_frame(file: IO[bytes], stored_as: PixelFormat, index: int) -> by
         The bytes; None if the element is none of the common ones or too short, which reading all of it will tell.
     """
     is_plain = stored_as.syntax in (*NATIVE_SYNTAXES[:2], BIG_ENDIAN) and stored_as.frame_bits % 16 == 0
-    if not is_plain or stored_as.num_frames == 1:
+    if not is_plain:
         return None
     order = ">" if stored_as.syntax == BIG_ENDIAN else "<"
     is_implicit = stored_as.syntax == NATIVE_SYNTAXES[0]
