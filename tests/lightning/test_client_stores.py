@@ -83,10 +83,11 @@ def test_killed_while_it_stores_its_clients_a_run_goes_on_from_its_checkpoint(ti
         import os, signal, sys
         from pathlib import Path
         from importlib.machinery import SourceFileLoader
+        from perada.federation.store import DiskStore
         tests = Path(sys.argv[1])
         Tiny = SourceFileLoader("shared", str(tests / "conftest.py")).load_module().Tiny
         stores = SourceFileLoader("stores", str(tests / "lightning" / "test_client_stores.py")).load_module()
-        write, written = stores.perada.federation.store.DiskStore.write_row, []
+        write, written = DiskStore.write_row, []
 
         def killed(self, client, row):
             written.append(client)
@@ -94,7 +95,7 @@ def test_killed_while_it_stores_its_clients_a_run_goes_on_from_its_checkpoint(ti
             if len(written) == 5:  # the first of the third round's two
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        stores.perada.federation.store.DiskStore.write_row = killed
+        DiskStore.write_row = killed
         stores.fit(Tiny(), sys.argv[2])
     """
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), Path(__file__).parents[1], tmp_path]
