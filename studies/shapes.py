@@ -55,7 +55,7 @@ class Shapes(ImageSet):
         self.seed = seed
         self.num_classes: int = num_classes
 
-    def _load(self) -> tuple[Tensor, Tensor]:
+    def _load_images(self) -> tuple[Tensor, Tensor]:
         classes = draw_classes(self.num_classes, generator(self.seed, "shape classes"))
         random = generator(self.seed, "shape images", int(self.train))
         num_images = self.count if self.train else self.count // 10

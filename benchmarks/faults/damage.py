@@ -111,7 +111,7 @@ def damage(campaign: Campaign, folder: Path, seed: int, bits: int, cuts: int) ->
     targets = [
         Target("checkpoint", str(FILES["checkpoint"]), _resume),
         Target("client files", str(VERSION / "clients" / "*.safetensors"), _resume),
-        Target("saved run", "saved/**/*", _load),
+        Target("saved run", "saved/**/*", _load_run),
         Target("adapter folders", "exported/**/*", _load_exported),
         Target("partition.json", str(FILES["partition.json"]), divide),
         Target("run.json of a fit", str(FILES["run.json of a fit"]), _read_run_folder),
@@ -176,7 +176,7 @@ def _resume(root: Path, job: Job) -> perada.Run:
     return job.train(root, str(path), logger=False, enable_checkpointing=False)
 
 
-def _load(root: Path, job: Job) -> perada.Run:
+def _load_run(root: Path, job: Job) -> perada.Run:
     return perada.Run.load(root / "saved", backbone=job.network())
 
 

@@ -91,7 +91,7 @@ def hostile(campaign: Campaign, folder: Path, seed: int, draws: int) -> None:
     watch = Watch(outside)
     attacks = []
     for kind, file, use in (
-        ("run.json", FILES["run.json"], _load),
+        ("run.json", FILES["run.json"], _load_run),
         ("run.json of a fit", FILES["run.json of a fit"], _report),
         ("partition.json", FILES["partition.json"], divide),
         ("results of compare", FILES["results of compare"], _report_comparison),
@@ -101,7 +101,7 @@ def hostile(campaign: Campaign, folder: Path, seed: int, draws: int) -> None:
         change_value = partial(_change_value, file=file, outside=outside)
         attacks.append(Attack(f"hostile values: {kind}", f"values/{kind}", change_value, use))
     for name, part, use in (
-        ("Run.load", SAVED, _load),
+        ("Run.load", SAVED, _load_run),
         ("Run.load of an export", EXPORTED, _load_exported),
         ("Run.save", SAVED, _save_over),
         ("Run.export", EXPORTED, _export_over),
@@ -300,7 +300,7 @@ def _put_link(random_source: random.Random, root: Path, part: str, outside: Path
     return f"{path.relative_to(root)} -> {target.name}"
 
 
-def _load(root: Path, job: Job) -> None:
+def _load_run(root: Path, job: Job) -> None:
     _read(root / SAVED, job)
 
 

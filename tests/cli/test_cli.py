@@ -659,7 +659,7 @@ def test_a_class_of_ones_own_that_lacks_a_method(folder, monkeypatch, capsys):
     Path("unfinished.py").write_text("from perada.data import ImageSet\nclass Unfinished(ImageSet): pass\n")
     monkeypatch.syspath_prepend(str(folder))
     output = perada_says(monkeypatch, capsys, *FIT, "--data.dataset=unfinished.Unfinished")
-    end = "data.dataset: unfinished.Unfinished lacks methods (_load) that its base class requires; add them"
+    end = "data.dataset: unfinished.Unfinished lacks methods (_load_images) that its base class requires; add them"
     assert output == f"perada: error: {end}"
 
 

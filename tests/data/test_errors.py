@@ -286,7 +286,7 @@ class Own(ImageSet):
         self.content = content
         self.columns_by_name = columns or {}
 
-    def _load(self):
+    def _load_images(self):
         return self.content
 
     @property

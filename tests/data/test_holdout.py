@@ -158,7 +158,7 @@ class Wards(ImageSet):
     num_classes = 2
     group_column = "patient"
 
-    def _load(self):
+    def _load_images(self):
         patients = torch.from_numpy(self.columns["patient"])
         return patients.byte().view(-1, 1, 1, 1).expand(-1, 1, 8, 8), patients % 2
 

@@ -17,7 +17,7 @@ class Patients(ImageSet):
     group_column = "patient"
     num_classes = 2
 
-    def _load(self):
+    def _load_images(self):
         numbers = torch.arange(60) + 60 * (not self.train)
         return numbers.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 4, 4).clone(), numbers % 2
 
@@ -45,7 +45,7 @@ class Streamed(Patients):
         return 60
 
     def __getitem__(self, index):
-        images, labels = self._load()
+        images, labels = self._load_images()
         return images[index], labels[index]
 
 

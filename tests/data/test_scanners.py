@@ -123,7 +123,7 @@ class Numbered(ImageSet):
     num_classes = 3
     classes = ("a", "b", "c")
 
-    def _load(self):
+    def _load_images(self):
         levels = torch.arange(90) if self.train else torch.arange(90, 150)
         images = levels.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 6, 6).contiguous()
         return images, levels % 3
@@ -285,14 +285,14 @@ def test_columns_of_the_set_are_kept_and_patients_stay_together():
 
 
 class Ready(Numbered):
-    def _load(self):
-        images, labels = super()._load()
+    def _load_images(self):
+        images, labels = super()._load_images()
         return images.float(), labels
 
 
 class Oblong(Numbered):
-    def _load(self):
-        images, labels = super()._load()
+    def _load_images(self):
+        images, labels = super()._load_images()
         return images[..., :4], labels
 
 

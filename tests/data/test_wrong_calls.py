@@ -138,7 +138,7 @@ class Own(ImageSet):
         self.classes = classes
         self.identities = identities
 
-    def _load(self):
+    def _load_images(self):
         return IMAGES, LABELS
 
     @property

@@ -53,7 +53,7 @@ class Stripes(ImageSet):
         super().__init__(train)
         self.multilabel = multilabel
 
-    def _load(self):
+    def _load_images(self):
         return stripes(10 if self.train else 13, 90, self.multilabel)
 
 
@@ -354,8 +354,8 @@ def test_private_training_is_scored_alike():
 
 def test_an_image_that_does_not_fit_the_network_is_rejected():
     class Wide(Stripes):
-        def _load(self):
-            images, labels = super()._load()
+        def _load_images(self):
+            images, labels = super()._load_images()
             return images.repeat(1, 1, 1, 2), labels
 
     with pytest.raises(ValueError, match="'wide'"):

@@ -422,7 +422,7 @@ def test_what_would_make_targets_wrong_is_rejected(task, options, message):
 class Marked(ImageSet):
     """Images with marks, as a set."""
 
-    def _load(self):
+    def _load_images(self):
         return hospital(int(self.train)).tensors
 
 

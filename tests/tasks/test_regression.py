@@ -576,7 +576,7 @@ def test_an_exported_model_returns_standardised_outputs(tmp_path):
 class AgesAtRandom(ImageSet):
     """Grey images with a number each."""
 
-    def _load(self):
+    def _load_images(self):
         random = torch.Generator().manual_seed(int(self.train))
         images = torch.randint(256, (12, 1, 32, 32), dtype=torch.uint8, generator=random)
         return images, torch.rand(12, generator=random)

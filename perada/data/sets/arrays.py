@@ -41,7 +41,7 @@ class Digits(ImageSet):
     num_classes = 10
     classes = DIGITS
 
-    def _load(self) -> tuple[Tensor, Tensor]:
+    def _load_images(self) -> tuple[Tensor, Tensor]:
         table = sklearn_data_file("data/digits.csv.gz")
         if table is None:
             pixels, labels = installed("sklearn.datasets", "Digits", "examples").load_digits(return_X_y=True)
@@ -114,7 +114,7 @@ class MNIST(Downloadable):
     _file_pattern = "t10k-labels-idx1-ubyte*"
     _subfolders = ("MNIST/raw",)
 
-    def _load(self) -> tuple[Tensor, Tensor]:
+    def _load_images(self) -> tuple[Tensor, Tensor]:
         source = self._torchvision_class.mirrors[0]
         prefix = self._find_files() / ("train" if self.train else "t10k")
         images = read_idx(Path(f"{prefix}-images-idx3-ubyte"), (28, 28), source)
@@ -161,7 +161,7 @@ class CIFAR10(Downloadable):
         _ = self._images_and_labels  # reads the files
         return self._class_names
 
-    def _load(self) -> tuple[Tensor, Tensor]:
+    def _load_images(self) -> tuple[Tensor, Tensor]:
         folder = self._find_files()
         first_test_file, _ = self._torchvision_class.test_list[0]
         if (folder / first_test_file).exists():
@@ -236,7 +236,7 @@ class STL10(Downloadable):
         check_choice("unlabelled", unlabelled, [True, False])
         self.unlabelled = unlabelled
 
-    def _load(self) -> tuple[Tensor, Tensor | None]:
+    def _load_images(self) -> tuple[Tensor, Tensor | None]:
         folder = self._find_files()
         source = self._torchvision_class.url
         if self.unlabelled:
@@ -311,7 +311,7 @@ class CIFAR10_1(_TestSet):
         check_choice("version", version, ["v4", "v6"])
         self.version = version
 
-    def _load(self) -> tuple[Tensor, Tensor]:
+    def _load_images(self) -> tuple[Tensor, Tensor]:
         prefix = f"cifar10.1_{self.version}"
         count = 2000 if self.version == "v6" else 2021
         (images,), labels = self._read_files([f"{prefix}_data.npy"], f"{prefix}_labels.npy", count)
@@ -343,7 +343,7 @@ class CIFAR10C(_TestSet):
         self.corruption = corruption
         self.severity = severity
 
-    def _load(self) -> tuple[Tensor, Tensor]:
+    def _load_images(self) -> tuple[Tensor, Tensor]:
         corruptions = _GROUPS.get(self.corruption, (self.corruption,))
         images_of_files, labels = self._read_files([f"{name}.npy" for name in corruptions], "labels.npy", 50_000)
         rows = slice(None)
@@ -391,7 +391,7 @@ class Photographs(ImageSet):
         self.gray = gray
         self.seed = seed
 
-    def _load(self) -> tuple[Tensor, None]:
+    def _load_images(self) -> tuple[Tensor, None]:
         china = sklearn_data_file("images/china.jpg")
         flower = sklearn_data_file("images/flower.jpg")
         if china is None or flower is None:

@@ -82,7 +82,7 @@ class ImageSet(Dataset[Any], ABC):
         self.train = train
 
     @abstractmethod
-    def _load(self) -> tuple[Tensor | None, Tensor | None]:
+    def _load_images(self) -> tuple[Tensor | None, Tensor | None]:
         """Read the training split if ``self.train``, else the test split.
 
         Returns:
@@ -94,7 +94,7 @@ class ImageSet(Dataset[Any], ABC):
 
     @cached_property
     def _images_and_labels(self) -> tuple[Tensor | None, Tensor | None]:
-        return checked_tensors(split_of(self), self._load())
+        return checked_tensors(split_of(self), self._load_images())
 
     @property
     def images(self) -> Tensor | None:
@@ -151,7 +151,7 @@ class ImageSet(Dataset[Any], ABC):
     def _in_memory(self) -> Tensor:
         if self.images is None:
             raise TypeError(
-                f"{split_of(self)}: _load returned no images, so {type(self).__name__} must define __len__ and "
+                f"{split_of(self)}: _load_images returned no images, so {type(self).__name__} must define __len__ and "
                 "__getitem__, which read them one by one"
             )
         return self.images
@@ -250,17 +250,17 @@ def split_of(image_set: ImageSet) -> str:
 
 
 def checked_tensors(who: str, loaded: Any) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401  # whatever a set gives
-    """Convert the images and labels that ``_load`` returned to tensors, and check them.
+    """Convert the images and labels that ``_load_images`` returned to tensors, and check them.
 
     Args:
         who: Name of the set for messages.
-        loaded: What ``_load`` returned.
+        loaded: What ``_load_images`` returned.
 
     Raises:
         ValueError: If ``loaded`` is not a pair, its parts do not match, or images have an unsupported shape.
         TypeError: If images or labels have an unsupported type.
     """
-    prefix = f"{who}: _load returned"
+    prefix = f"{who}: _load_images returned"
     if not isinstance(loaded, tuple | list) or len(loaded) != 2:
         returned = f"{len(loaded)} values" if isinstance(loaded, tuple | list) else _describe_type(loaded)
         raise ValueError(f"{prefix} {returned}; return images and labels, with None if there are no labels")

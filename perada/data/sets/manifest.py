@@ -221,7 +221,7 @@ class ImageFiles(ImageSet):
             return None
         return torch.from_numpy(manifest.labels)
 
-    def _load(self) -> tuple[Tensor | None, Tensor | None]:
+    def _load_images(self) -> tuple[Tensor | None, Tensor | None]:
         labels = self._load_labels()
         if not self.in_memory:
             return None, labels

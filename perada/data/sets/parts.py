@@ -110,7 +110,7 @@ class RandomPart(DerivedSet):
             )
         return rows
 
-    def _load(self) -> tuple[Tensor | None, Tensor | None]:
+    def _load_images(self) -> tuple[Tensor | None, Tensor | None]:
         images = self._whole_split.images
         labels = self._whole_split.labels
         rows = torch.from_numpy(self._row_indices)

@@ -294,7 +294,7 @@ class Shakespeare(ImageSet):
         checked_path("root", root)
         self.root = root
 
-    def _load(self) -> tuple[Tensor, Tensor]:
+    def _load_images(self) -> tuple[Tensor, Tensor]:
         tokens, labels, _ = self._tokens_and_roles
         return tokens, labels
 

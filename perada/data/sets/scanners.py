@@ -409,7 +409,7 @@ class Scanners(DerivedSet):
             return scanned
         return scanned, self.labels[place]
 
-    def _load(self) -> tuple[Tensor | None, Tensor | None]:
+    def _load_images(self) -> tuple[Tensor | None, Tensor | None]:
         scans = self._assigned_scans
         of_sources = [source.labels.numpy() for source in scans.sources if source.labels is not None]
         labels = torch.from_numpy(self._gather_entries(of_sources)) if len(of_sources) == len(scans.sources) else None

@@ -24,8 +24,8 @@ METHODS = ("standalone", "fedavg", "ditto")
 class BlankTestDigits(Digits):
     """Test images are black: what is measured on them says nothing of the digits."""
 
-    def _load(self):
-        images, labels = super()._load()
+    def _load_images(self):
+        images, labels = super()._load_images()
         return (images if self.train else torch.zeros_like(images)), labels
 
 

@@ -50,8 +50,8 @@ GRID = ["--tune", "training.lr_personal+training.lr_local=0.01,0.3,0.1"]
 class BlankDigits(Digits):
     """Test images are black: what is measured on them says nothing of the digits."""
 
-    def _load(self):
-        images, labels = super()._load()
+    def _load_images(self):
+        images, labels = super()._load_images()
         return (images if self.train else torch.zeros_like(images)), labels
 
 
