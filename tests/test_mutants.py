@@ -126,6 +126,23 @@ def test_the_test_that_must_notice_is_there():
     assert missing == []
 
 
+def test_mistakes_use_names_that_are_there(tmp_path):
+    """A name that a file lacks would be noticed by any test that runs the line."""
+    for number, mutant in enumerate(MUTANTS):
+        source = ROOT / "perada" / mutant.file
+        if source.suffix == ".py":
+            changed = source.read_text(encoding="utf-8").replace(mutant.before, mutant.after)
+            (tmp_path / f"{number}.py").write_text(changed, encoding="utf-8")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--output-format", "json"]
+    command += ["--select", "F821,F822,F823", tmp_path]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    unknown = []
+    for found in json.loads(checked.stdout):
+        mutant = MUTANTS[int(Path(found["filename"]).stem)]
+        unknown.append(f"{name(mutant)}: {found['message']}")
+    assert unknown == []
+
+
 @pytest.mark.slow
 def test_without_a_mistake_they_pass(project):
     outcome = project.run(dict.fromkeys(mutant.test for mutant in MUTANTS))
