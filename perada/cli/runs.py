@@ -347,6 +347,8 @@ def choose(parser: ArgumentParser, words: list[str]) -> None:
 def build_compared(args: Sequence[str]) -> PeradaCLI:
     """Build a run of ``perada compare`` or ``perada choose``, in this process or another one."""
     quiet_libraries()
+    # Each run is one process. On a cluster it is a job, which submitit starts.
+    warnings.filterwarnings("ignore", "The `srun` command is available on your system but is not used")
     return PeradaCLI(args, run=False)
 
 

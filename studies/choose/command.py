@@ -39,14 +39,17 @@ from perada.studies.compare.comparison import CRITERIA, MEAN
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
 from perada.studies.compare.entries import entry_of
 from perada.studies.compare.grid import HOLD_OUT, VALIDATE
+from perada.studies.compare.launcher import Launcher, add_launcher_options, read_launcher
 from perada.studies.compare.plan import SELECTION_SCORES, Plan, arguments_of_algorithm
 from perada.studies.compare.results import Results
-from perada.studies.compare.running import NO_PROGRESS_BAR, task_runner
+from perada.studies.compare.running import NO_PROGRESS_BAR
 from perada.system.files import check_output_folder
 from perada.system.quiet import info_messages_disabled
 
 RESULTS = "results.json"
 STATE = "search.json"
+JOBS = "jobs"
+"""Folder of a cluster's jobs in that of the search."""
 BEST = "best.yaml"
 MOST_JOBS = 8
 """Most runs at once that are the default: each takes memory for its own copy of the images and of the network."""
@@ -68,21 +71,29 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     budget = parse_duration(parsed.budget)
     folder = parsed.output
     _check_folder(folder)
+    launcher = read_launcher(parsed, parsed.jobs, folder / JOBS)
+    if launcher.cluster is not None and launcher.cluster.array_parallelism is None:
+        raise ValueError(
+            "--launcher slurm needs --array_parallelism: how much fits into the budget depends on how many jobs run at "
+            "once; choose a number that the cluster usually starts"
+        )
     with info_messages_disabled(), warnings.catch_warnings():
         # A warning of every run would hide the progress.
         warnings.simplefilter("once")
         cli = make_cli(["--config", parsed.recipe, *overrides])
         _check_recipe(cli)
+        if launcher.cluster is None:
+            launcher = Launcher(parsed.jobs or _default_jobs(cli, parsed.threads))
         options = SearchOptions(
             recipe=parsed.recipe,
             goal=parsed.goal,
             budget=budget,
             seeds=tuple(dict.fromkeys(parsed.seeds)),
-            jobs=parsed.jobs or _default_jobs(cli, parsed.threads),
+            jobs=launcher.jobs,
             threads=parsed.threads,
             anonymous=parsed.anonymous,
         )
-        _search_and_write(make_cli, cli, options, folder, overrides)
+        _search_and_write(make_cli, cli, options, launcher, folder, overrides)
 
 
 def _default_jobs(cli: ConfiguredRun, threads: int) -> int:
@@ -93,7 +104,12 @@ def _default_jobs(cli: ConfiguredRun, threads: int) -> int:
 
 
 def _search_and_write(
-    make_cli: MakeCLI, cli: ConfiguredRun, options: SearchOptions, folder: Path, overrides: Sequence[str]
+    make_cli: MakeCLI,
+    cli: ConfiguredRun,
+    options: SearchOptions,
+    launcher: Launcher,
+    folder: Path,
+    overrides: Sequence[str],
 ) -> None:
     """Search, and write the files; also if the search is interrupted.
 
@@ -101,6 +117,7 @@ def _search_and_write(
         make_cli: See :data:`~perada.studies.compare.configured.MakeCLI`.
         cli: The recipe's run, which is checked.
         options: What is asked for.
+        launcher: Where trials are run.
         folder: Folder of the search.
         overrides: Options of ``perada fit``.
     """
@@ -126,7 +143,7 @@ def _search_and_write(
     for method_search in methods.values():
         results.check({name: recipe.digest for name, recipe in method_search.plan.recipes.items()})
     folder.mkdir(parents=True, exist_ok=True)
-    with task_runner(make_cli, options.threads, options.jobs, options.anonymous) as carry_out:
+    with launcher.runner(make_cli, options.threads, options.anonymous) as carry_out:
         search = Search(
             options=options,
             methods=methods,
@@ -151,7 +168,10 @@ def _search_and_write(
 def _check_folder(folder: Path) -> None:
     """Raise if the folder of the search cannot be written, or has files of others."""
     check_output_folder("--output", folder)
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / STATE).is_file():
+    if not folder.is_dir() or (folder / STATE).is_file():
+        return
+    # A search that was killed before its first result has only submitted jobs.
+    if any(path.name != JOBS for path in folder.iterdir()):
         raise FileExistsError(
             f"--output {str(folder)!r} has files but no search ({STATE}); name a folder that does not exist yet"
         )
@@ -455,6 +475,7 @@ def _add_options(parser: ArgumentParser) -> None:
         ),
     )
     parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads per run.")
+    add_launcher_options(parser)
     parser.add_argument(
         "--anonymous", action="store_true", help="Write and print numbers instead of the names of clients."
     )

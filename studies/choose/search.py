@@ -829,7 +829,7 @@ class Search:
         end_by = self.end_by if end_by is None else end_by
         tasks = []
         for run in runs:
-            tasks.append(RunTask(run.job.args, False, run.segment, end_by))
+            tasks.append(RunTask(run.job.args, False, run.segment, end_by, recipe_digest=run.job.digest))
         for number, result in self.carry_out(tasks):
             if result is None:
                 self._print_progress(runs[number])

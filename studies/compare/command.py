@@ -16,9 +16,10 @@ from perada.studies.compare.comparison import Comparison, NotComparableError
 from perada.studies.compare.configured import MakeCLI
 from perada.studies.compare.figures import draw_figures, save_figure
 from perada.studies.compare.grid import Observation, Point, Sampler, has_range, inside, points, propose
+from perada.studies.compare.launcher import add_launcher_options, read_launcher
 from perada.studies.compare.plan import SELECTION_SCORES, Job, Plan, Row, words
 from perada.studies.compare.results import NO_POINT, GridTrial, Record, Results, choose_trial, mean_score, score_text
-from perada.studies.compare.running import CarryOut, Result, RunTask, task_runner
+from perada.studies.compare.running import CarryOut, Result, RunTask
 from perada.studies.compare.tables import curve_tables, grid_table, summary
 from perada.studies.compare.verdict import verdict
 from perada.studies.drawing import check_drawing
@@ -35,12 +36,14 @@ class ComparisonRunner:
         plan: The runs.
         results: Results of earlier commands; each new result is added.
         carry_out: See :func:`perada.studies.compare.running.task_runner`.
+        jobs: Runs at once.
     """
 
-    def __init__(self, plan: Plan, results: Results, carry_out: CarryOut) -> None:
+    def __init__(self, plan: Plan, results: Results, carry_out: CarryOut, jobs: int) -> None:
         self.plan = plan
         self.results = results
         self.carry_out = carry_out
+        self.jobs = jobs
         self.started_at = time.monotonic()
         self.num_started = 0
         self.num_failed = 0
@@ -145,12 +148,13 @@ class ComparisonRunner:
                 self.num_started += 1
                 self._count_failed_outputs(job, record)
         jobs_with_start = self._jobs_with_start(pending)
-        if self.plan.options.jobs > 1:
+        if self.jobs > 1:
             # Jobs are sorted by seed, so that a comparison that is cut off has some of all rows. Within a seed the
             # longest first, so that no process has nothing to do at the end.
             seeds = [*self.plan.tune_seeds, *self.plan.seeds]
             pending.sort(key=lambda job: (seeds.index(job.seed), -self.results.seconds(job.label)))
-        for number, result in self.carry_out([RunTask(job.args, job in jobs_with_start) for job in pending]):
+        tasks = [RunTask(job.args, job in jobs_with_start, recipe_digest=job.digest) for job in pending]
+        for number, result in self.carry_out(tasks):
             if result is None:
                 print(f"--- {self._count_progress(pending[number])}", flush=True)
             else:
@@ -188,7 +192,7 @@ class ComparisonRunner:
     def _count_progress(self, job: Job) -> str:
         """Count a starting run, and return its number, the number of runs, and the elapsed and remaining time."""
         num_remaining = self.num_runs - self.num_started
-        seconds_remaining = self.results.seconds() * num_remaining / self.plan.options.jobs
+        seconds_remaining = self.results.seconds() * max(1, num_remaining / self.jobs)
         self.num_started += 1
         times = f"{tqdm.format_interval(time.monotonic() - self.started_at)} so far"
         if seconds_remaining:
@@ -217,6 +221,7 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     if options.figures is not None:
         check_output_folder("--figures", options.figures)
         check_drawing("--figures")
+    launcher = read_launcher(options, options.jobs, options.output and options.output.with_suffix(".jobs"))
     results = Results(options.output)
     with info_messages_disabled():
         plan = Plan(make_cli, options, split.of_fit)
@@ -225,8 +230,8 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     if len(set(counts.values())) > 1:
         counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
         print(f"Algorithms differ in their number of settings: {counts_text}", file=sys.stderr)
-    with task_runner(make_cli, options.threads, options.jobs, options.anonymous) as carry_out:
-        num_failed = ComparisonRunner(plan, results, carry_out).run()
+    with launcher.runner(make_cli, options.threads, options.anonymous) as carry_out:
+        num_failed = ComparisonRunner(plan, results, carry_out, launcher.jobs).run()
     tables = [curve_tables(results.records), summary(results.records), verdict(results.records)]
     if options.tune:
         tables.insert(0, grid_table(results.records))
@@ -378,9 +383,10 @@ def _add_options(parser: ArgumentParser) -> None:
         ),
     )
     parser.add_argument(
-        "--jobs", type=PositiveInt, default=1, help="Number of concurrent runs, each in its own process."
+        "--jobs", type=PositiveInt | None, help="Number of concurrent runs, each in its own process (default: 1)."
     )
     parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads per run.")
+    add_launcher_options(parser)
     parser.add_argument(
         "--figures",
         type=Path,

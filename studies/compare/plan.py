@@ -254,7 +254,7 @@ class Plan:
         self.recipes: dict[str, ConfiguredRecipe] = {}
         for recipe in arguments.recipes:
             cli = make_cli(["--config", recipe])
-            self.recipes[recipe] = ConfiguredRecipe(cli, _digest_of(str(path) for path in cli.config.config))
+            self.recipes[recipe] = ConfiguredRecipe(cli, digest_of_recipe(cli))
             if arguments.redivide:
                 _warn_of_fixed_images(recipe, cli.datamodule.division)
         # What algorithms have in place of an argument that a recipe sets for its own one, by recipe and argument.
@@ -598,11 +598,14 @@ def _unknown_score_message(name: str, score_names: Iterable[str]) -> str:
     return f"--choose_by {name}: there is no such score with this --evaluation.metric; {remedy}"
 
 
-def _digest_of(paths: Iterable[str]) -> str:
-    """Return a digest of a recipe's files without empty lines and comments."""
+def digest_of_recipe(cli: ConfiguredRun) -> str:
+    """Return a digest of a run's recipe without empty lines and comments.
+
+    Of several files, the recipe is the first; the others are options for all runs.
+    """
+    recipe = Path(str(cli.config.config[0]))
     lines = []
-    for path in paths:
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
-            if line.strip() and not line.lstrip().startswith("#"):
-                lines.append(line.rstrip())
+    for line in recipe.read_text(encoding="utf-8").splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            lines.append(line.rstrip())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]

@@ -31,7 +31,8 @@ from perada.results.report import PRIVACY, SCORE_GROUPS, SCORES_OF_BOTH, TYPICAL
 from perada.results.restore import plain_data
 from perada.scores.failed_outputs import describe_failed
 from perada.studies.compare.configured import ConfiguredRun, MakeCLI
-from perada.studies.compare.plan import DIAGNOSTIC_PREFIXES, SELECTION_SCORES
+from perada.studies.compare.node import KeptRound, SameData
+from perada.studies.compare.plan import DIAGNOSTIC_PREFIXES, SELECTION_SCORES, digest_of_recipe
 from perada.system.quiet import info_messages_disabled
 
 SCORE_PREFIXES = (*SCORE_GROUPS, TYPICAL_SHARES, *DIAGNOSTIC_PREFIXES)
@@ -73,12 +74,18 @@ class RunTask(NamedTuple):
         scores_start: Whether to score the initial model too.
         segment: The rounds to train; None for all of them.
         end_by: Time (``time.time``) at which a run that is not done fails; None for no limit.
+        recipe_digest: Digest that the recipe must have when the run begins; empty for any.
+        kept_round: File in which the run is saved after each round, and from which it goes on; None to save none.
+        data_folder: Folder of files by which runs make sure that they have the same images; None for no check.
     """
 
     args: Sequence[str]
     scores_start: bool
     segment: Segment | None = None
     end_by: float | None = None
+    recipe_digest: str = ""
+    kept_round: Path | None = None
+    data_folder: Path | None = None
 
 
 class Event(NamedTuple):
@@ -181,6 +188,7 @@ def attempt(make_cli: MakeCLI, task: RunTask, threads: int, anonymous: bool = Fa
 
 def _run_task(make_cli: MakeCLI, task: RunTask, anonymous: bool) -> Result:
     cli = make_cli(task.args)
+    check_recipe(cli, task.recipe_digest)
     budget = same_budget(cli)
     if budget:
         cli = make_cli([*task.args, *budget])
@@ -213,6 +221,20 @@ def _run_task(make_cli: MakeCLI, task: RunTask, anonymous: bool) -> Result:
     return result
 
 
+def check_recipe(cli: ConfiguredRun, digest: str) -> None:
+    """Raise a ValueError if a recipe is not as it was when the command was started, here or on another machine.
+
+    Args:
+        cli: A run of the recipe.
+        digest: The digest then; empty for any.
+    """
+    if digest and digest_of_recipe(cli) != digest:
+        raise ValueError(
+            f"the recipe {str(cli.config.config[0])!r} is not as it was when the command was started; restore it, or "
+            "start a comparison with another --output"
+        )
+
+
 def _scores_of_clients(cli: ConfiguredRun, anonymous: bool) -> Result:
     """Return the scores of each client, their numbers of test images, and their names."""
     results = cli.model.results
@@ -237,10 +259,17 @@ def _facts_of_scores(cli: ConfiguredRun) -> Result:
 def _fit_timed(cli: ConfiguredRun, task: RunTask, clock: RoundClock) -> float:
     """Fit, and return the seconds of training without validation."""
     watch = Stopwatch()
-    callbacks_of(cli.trainer).extend([clock, watch])
-    checkpoint = None
-    if task.segment is not None and task.segment.start is not None:
-        checkpoint = str(task.segment.start)
+    callbacks = callbacks_of(cli.trainer)
+    callbacks.extend([clock, watch])
+    start = None if task.segment is None else task.segment.start
+    if task.data_folder is not None:
+        callbacks.append(SameData(task.data_folder, cli))
+    if task.kept_round is not None:
+        is_private = cli.loop.privacy is not None or cli.loop.client_privacy is not None
+        keeping = KeptRound(task.kept_round, saves=not is_private)
+        callbacks.append(keeping)
+        start = keeping.find() or start
+    checkpoint = None if start is None else str(start)
     with ExitStack() as stack:
         # A run in which nothing was learned counts as diverged in the table.
         stack.enter_context(suppress(NothingLearnedError))

@@ -11,6 +11,7 @@ import yaml
 
 from perada.cli import main
 from perada.studies.choose import candidates, command, search
+from perada.studies.compare import launcher
 from perada.studies.compare.comparison import Comparison
 from perada.studies.compare.running import Event
 from tests import recipes
@@ -97,7 +98,7 @@ def runs(tmp_path, monkeypatch):
     made_up = Runs()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
-    monkeypatch.setattr(command, "task_runner", made_up.runner)
+    monkeypatch.setattr(launcher, "task_runner", made_up.runner)
     monkeypatch.setattr(search.time, "time", made_up.time)
     few = {name: candidates.METHODS[name] for name in METHODS}
     monkeypatch.setattr(command, "METHODS", few)

@@ -27,7 +27,7 @@ from perada.cli.runs import PeradaCLI
 from perada.core.rounds import sample_cohort
 from perada.data import Digits
 from perada.scores.metrics import score_names
-from perada.studies.compare import command, file
+from perada.studies.compare import file, launcher
 from perada.studies.compare.command import ComparisonRunner
 from perada.studies.compare.entries import ENTRIES
 from perada.studies.compare.grid import parse_grid
@@ -226,7 +226,7 @@ def test_several_processes_take_seed_after_seed(recipe, monkeypatch):
         yield carry_out
 
     durations = {"ditto": 9.0, "fedavg": 1.0, "fedprox": 5.0}
-    monkeypatch.setattr(command, "task_runner", recorder)
+    monkeypatch.setattr(launcher, "task_runner", recorder)
     monkeypatch.setattr(Results, "seconds", lambda self, label="": durations.get(label, 0.0))
     with pytest.raises(Stopped):
         main(["compare", recipe, "--algorithms", *sorted(durations)[::-1], "--seeds", "4", "1", "--jobs", "2"])

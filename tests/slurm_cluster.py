@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real Slurm on this machine, with two nodes in two partitions, for tests of `--launcher slurm`.
+
+Everything is in one temporary folder: configuration, key, sockets and logs. A Slurm that the machine has is left alone.
+"""
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "sinfo", "scontrol", "scancel", "srun")
+"""Programs of Debian's packages munge and slurm-wlm."""
+EXTRA_PATHS = ("/usr/sbin", "/opt/slurm/bin")
+"""Folders beside those of PATH that may have the programs: daemons, and srun where it is kept out of PATH."""
+START_SECONDS = 30
+NODES = ("alpha", "beta")
+PARTITIONS = {"short": "alpha", "long": "beta"}
+"""The partitions, with the node of each. The first is the default."""
+
+
+def search_path() -> str:
+    """Return the folders in which the programs are looked for."""
+    return os.pathsep.join([os.environ["PATH"], *EXTRA_PATHS])
+
+
+def missing_programs() -> list[str]:
+    """Return the programs that are not installed."""
+    return [name for name in PROGRAMS if shutil.which(name, path=search_path()) is None]
+
+
+class SlurmCluster:
+    """A running Slurm.
+
+    Args:
+        folder: Its folder.
+
+    Attributes:
+        environment: Environment of programs that use it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": search_path()}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        """Start munge, the controller and the nodes, and wait until the nodes are idle."""
+        key = self.folder / "munge.key"
+        key.write_bytes(secrets.token_bytes(1024))
+        key.chmod(0o600)
+        (self.folder / "slurm.conf").write_text(self._configuration())
+        files = {"key-file": key, "socket": self.folder / "munge.socket", "pid-file": self.folder / "munge.pid"}
+        files |= {"log-file": self.folder / "munge.log", "seed-file": self.folder / "munge.seed"}
+        self._start("munged", "--foreground", *(f"--{name}={path}" for name, path in files.items()))
+        self._wait_for(lambda: (self.folder / "munge.socket").exists(), "munged")
+        self._start("slurmctld", "-D")
+        for node in NODES:
+            self.start_node(node)
+
+    def start_node(self, node: str, command: Sequence[str] = ()) -> None:
+        """Start the daemon of a node, and wait until it is idle.
+
+        Args:
+            node: Its name.
+            command: Words before those of the daemon, such as ``unshare``.
+        """
+        self._start(f"slurmd {node}", "-D", "-N", node, command=command)
+        self._wait_for(lambda: "idle" in self.run("sinfo", "-h", "-n", node, "-o", "%t", check=False), f"node {node}")
+
+    def kill_node(self, node: str) -> None:
+        """Kill the daemon of a node and its jobs, as if the machine lost power, and let the controller know."""
+        daemon = self._daemons.pop(f"slurmd {node}")
+        daemon.kill()
+        daemon.wait()
+        for pid in self._steps_of(node):
+            os.killpg(pid, 9)
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost power")
+
+    def resume_node(self, node: str) -> None:
+        """Let a node take jobs again."""
+        self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+        self.start_node(node)
+
+    def run(self, *words: str, check: bool = True) -> str:
+        """Run one of Slurm's programs, and return what it prints."""
+        result = subprocess.run(words, env=self.environment, capture_output=True, text=True, check=False)
+        if check and result.returncode:
+            raise RuntimeError(f"{' '.join(words)}: {result.stderr}")
+        return result.stdout
+
+    def stop(self) -> None:
+        """End all jobs and daemons."""
+        self.run("scancel", "--signal=KILL", "--full", "--me", check=False)
+        for name in reversed(self._daemons):
+            self._daemons[name].terminate()
+        for daemon in self._daemons.values():
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def log(self, name: str) -> str:
+        """Return the end of the log of a daemon."""
+        return "\n".join((self.folder / f"{name}.log").read_text(errors="replace").splitlines()[-15:])
+
+    def _start(self, name: str, *arguments: str, command: Sequence[str] = ()) -> None:
+        program = shutil.which(name.partition(" ")[0], path=search_path())
+        assert program is not None
+        with (self.folder / f"{name}.out").open("wb") as output:
+            self._daemons[name] = subprocess.Popen(
+                [*command, program, *arguments], env=self.environment, stdout=output, stderr=output
+            )
+
+    def _wait_for(self, is_ready, name: str) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not is_ready():
+            if time.monotonic() > deadline:
+                outputs = [path.read_text(errors="replace")[-2000:] for path in self.folder.glob("*.out")]
+                raise RuntimeError(f"{name} did not start: {' '.join(outputs)}")
+            time.sleep(0.2)
+
+    def _steps_of(self, node: str) -> list[int]:
+        """Return the processes that run steps of jobs on a node; each leads a group."""
+        pids = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes()
+                environment = (folder / "environ").read_bytes()
+            except OSError:
+                continue
+            if b"slurmstepd" in words or f"SLURMD_NODENAME={node}".encode() in environment:
+                is_ours = str(self.folder).encode() in environment
+                if is_ours and os.getpgid(int(folder.name)) == int(folder.name):
+                    pids.append(int(folder.name))
+        return pids
+
+    def _configuration(self) -> str:
+        hardware = self.run("slurmd", "-C")
+        memory = re.search(r"RealMemory=(\d+)", hardware)
+        assert memory is not None
+        user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+        ports = _free_ports(1 + len(NODES))
+        lines = [
+            "ClusterName=tests",
+            f"SlurmctldHost={socket.gethostname()}(127.0.0.1)",
+            f"SlurmctldPort={ports[0]}",
+            f"SlurmUser={user}",
+            f"SlurmdUser={user}",
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={self.folder / 'munge.socket'}",
+            "CryptoType=crypto/munge",
+            f"StateSaveLocation={self.folder / 'state'}",
+            f"SlurmdSpoolDir={self.folder / 'spool-%n'}",
+            f"SlurmctldPidFile={self.folder / 'slurmctld.pid'}",
+            f"SlurmdPidFile={self.folder / 'slurmd-%n.pid'}",
+            f"SlurmctldLogFile={self.folder / 'slurmctld.log'}",
+            f"SlurmdLogFile={self.folder / 'slurmd-%n.log'}",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "SelectType=select/cons_tres",
+            # Without memory, so that a job does not take a whole node.
+            "SelectTypeParameters=CR_CPU",
+            "AccountingStorageType=accounting_storage/none",
+            "JobAcctGatherType=jobacct_gather/none",
+            "MpiDefault=none",
+            "ReturnToService=2",
+            "SwitchType=switch/none",
+            # Tests do not wait for what protects a real cluster.
+            "KillWait=3",
+            "MinJobAge=300",
+            "SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=2",
+        ]
+        for node, port in zip(NODES, ports[1:], strict=True):
+            lines.append(
+                f"NodeName={node} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=2 "
+                f"RealMemory={int(memory[1]) * 9 // 10} State=UNKNOWN"
+            )
+        for number, (partition, node) in enumerate(PARTITIONS.items()):
+            default = "YES" if number == 0 else "NO"
+            lines.append(f"PartitionName={partition} Nodes={node} Default={default} MaxTime=60 State=UP")
+        lines.append(f"PartitionName=all Nodes={','.join(NODES)} Default=NO MaxTime=60 State=UP")
+        return "\n".join(lines) + "\n"
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for opened in sockets:
+            opened.bind(("127.0.0.1", 0))
+        return [opened.getsockname()[1] for opened in sockets]
+    finally:
+        for opened in sockets:
+            opened.close()
+
+
+@contextmanager
+def running_cluster(environment: Mapping[str, str] | None = None) -> Iterator[SlurmCluster]:
+    """Start a Slurm, and stop it at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    folder.chmod(0o755)
+    (folder / "state").mkdir()
+    cluster = SlurmCluster(folder)
+    cluster.environment.update(environment or {})
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(folder, ignore_errors=True)
