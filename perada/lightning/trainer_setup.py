@@ -3,6 +3,7 @@
 
 import os
 import re
+import subprocess
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -11,9 +12,11 @@ from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.plugins.environments import SLURMEnvironment
 from pytorch_lightning.accelerators import AcceleratorRegistry
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins import TorchCheckpointIO
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.core.checks import OptionError, check_choice, check_integer, invalid_option
 from perada.lightning.checkpoint import AtomicCheckpointIO
@@ -249,6 +252,9 @@ def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
     check_trainer(trainer)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # Lightning's default, not the caller's choice
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+    environment = trainer._accelerator_connector.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        trainer._signal_connector._slurm_sigusr_handler_fn = partial(_requeue_job, trainer)  # type: ignore[method-assign]  # Lightning's saves in the middle of a round, see there
     if trainer.world_size > 1:
         # Lightning would divide the steps of a round among the processes; the data module divides its clients.
         trainer._accelerator_connector.use_distributed_sampler = False
@@ -257,6 +263,23 @@ def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
         warnings.filterwarnings(
             "ignore", "It is recommended to use .* when logging on epoch level in distributed setting"
         )
+
+
+def _requeue_job(trainer: pl.Trainer, signum: int, frame: object) -> None:
+    """Requeue the Slurm job of this run, which ends it. It goes on from the checkpoint of its last complete round.
+
+    Lightning's own handler (2.6.6) first writes a checkpoint, for which all processes communicate. They are in the
+    middle of a round, each of them elsewhere and maybe in another collective.
+    """
+    if not trainer.is_global_zero:
+        return
+    job_id = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    answer = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        reason = " ".join(answer.stderr.split())
+        rank_zero_warn(f"Slurm job {job_id} could not be requeued ({reason}); resume the run with --ckpt_path last")
 
 
 def _note_sigterm(trainer: pl.Trainer, signum: int, frame: object) -> None:

@@ -14,10 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
+import torch
 import yaml
 
 from perada.cli import main
 from perada.cli.runs import build_compared
+from perada.results.restore import states_of as federation_states
 from perada.studies.compare import cluster, node
 from perada.studies.compare.cluster import ClusterOptions, ClusterRunner, NodeRun, Slurm
 from perada.studies.compare.launcher import read_cluster_file
@@ -496,21 +498,44 @@ def restored_signals():
     signal.signal(signal.SIGTERM, handler)
 
 
+def kept(made, args):
+    """Build a run, and keep it, so that its models can be compared."""
+    cli = build_compared(args)
+    made.append(cli)
+    return cli
+
+
+def states_of(cli):
+    """Return the tensors of all global and personal states of a run."""
+    global_states, personal_of = federation_states(cli.loop.context.federation)
+    states = [*global_states]
+    if personal_of is not None:
+        states += [personal_of(client) for client in range(cli.loop.num_clients)]
+    return states
+
+
 @pytest.mark.usefixtures("restored_signals")
 def test_a_run_goes_on_from_its_last_round_to_the_bit(recipe, tmp_path):
     args = ["--config", recipe, "--trainer.logger=false", "--trainer.max_epochs=3"]
     args += ["--trainer.check_val_every_n_epoch=1", "--trainer.enable_progress_bar=false"]
-    whole = attempt(build_compared, RunTask(args, True), threads=1)
+    runs = []
+    whole = attempt(partial(kept, runs), RunTask(args, True), threads=1)
     kept_round = tmp_path / "round.ckpt"
     task = RunTask(args, True, kept_round=kept_round)
     for round in (1, 2):
         with pytest.raises(Killed):
             attempt(partial(ended_in, round), task, threads=1)
         assert kept_round.is_file()
-    resumed = attempt(build_compared, task, threads=1)
+    resumed = attempt(partial(kept, runs), task, threads=1)
     assert whole["run"]["history"][0]["round"] == 1  # scored after every round
     assert without_times(resumed) == without_times(whole)
     assert resumed["start"] == whole["start"]
+    states, resumed_states = map(states_of, runs)
+    assert len(states) >= 4  # the global model and those of three clients
+    for state, resumed_state in zip(states, resumed_states, strict=True):
+        assert state.keys() == resumed_state.keys()
+        for name, tensor in state.items():
+            assert torch.equal(tensor, resumed_state[name])
 
 
 @pytest.mark.usefixtures("restored_signals")
