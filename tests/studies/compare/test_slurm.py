@@ -38,7 +38,7 @@ import pytorch_lightning as pl
 class Pace(pl.Callback):
     """Takes the seconds in the file "pace" for each round, and fails if there is a file "broken"."""
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+    def on_train_epoch_start(self, trainer, pl_module):
         time.sleep(float(Path("pace").read_text()))
         if Path("broken").exists():
             raise RuntimeError("this node is broken")
