@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.plugins.environments import SLURMEnvironment
 from pytorch_lightning.accelerators import AcceleratorRegistry
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins import TorchCheckpointIO
+from pytorch_lightning.plugins.environments import SLURMEnvironment
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.core.checks import OptionError, check_choice, check_integer, invalid_option
