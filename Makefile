@@ -15,7 +15,7 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart deploy-demo test test-all bench gpu check docs format surface tables commands dist matrix audit sbom lock clean
+.PHONY: help quickstart deploy-demo test test-all slurm bench gpu check docs format surface tables commands dist matrix audit sbom lock clean
 
 help:
 	@echo "make quickstart  set up .venv and compare seven methods on 12 hospitals (recipes/hospitals.yaml)"
@@ -94,6 +94,11 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "" $(PYTEST_ARGS) $(ROOM_PATHS)
+
+# Slurm, without which `make test-all` skips the tests of clusters.
+slurm:
+	sudo apt-get update
+	sudo apt-get install --yes --no-install-recommends slurm-wlm munge
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check
