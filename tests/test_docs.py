@@ -562,7 +562,8 @@ MOST_WORDS = 42_000
 def words_by_hand(text):
     """Count the words of a page that somebody wrote: letters only, two or more, those of tables included.
 
-    Generated tables, blocks of code, comments, addresses of links and code in sentences do not count.
+    Generated tables, rows of figures, which commands print, blocks of code, comments, addresses of links and code in
+    sentences do not count.
     """
     for skipped in (
         r"<!-- generated.*?<!-- /generated -->",
@@ -572,7 +573,14 @@ def words_by_hand(text):
         r"`[^`]*`",
     ):
         text = re.sub(skipped, "", text, flags=re.DOTALL)
-    return len(re.findall(r"[A-Za-z]{2,}", text))
+    lines = [line for line in text.splitlines() if not is_row_of_figures(line)]
+    return len(re.findall(r"[A-Za-z]{2,}", "\n".join(lines)))
+
+
+def is_row_of_figures(line):
+    """Return whether a line is the row of a table of which two cells or more begin with a number."""
+    cells = line.split("|")[1:-1]
+    return sum(re.match(r"[ *−-]*\d", cell) is not None for cell in cells) >= 2
 
 
 def test_words_by_hand_leave_out_code_and_what_is_generated():
@@ -587,6 +595,8 @@ perada fit
 
 | a cell | b |
 |---|---|
+| of figures | **−0.5 MB** | 12 ± 3 |
+
 <!-- generated: python -m tests.doc_tables rules -->
 | name | class |
 <!-- /generated -->
