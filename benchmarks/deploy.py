@@ -78,7 +78,7 @@ def deploy(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str
     size = 1000 if quick else BYTES
     with tempfile.TemporaryDirectory(prefix="fl") as folder, Loopback(Path(folder), SITES) as loopback:
         app = Path(folder) / "federation"
-        write_app(app, "echo", "", "", "localhost")
+        write_app(app, "echo", "trainer: {max_epochs: 1}\n", "", "localhost")
         (app / "app" / "perada_app" / "client.py").write_text(CLIENT)
         server = SERVER.replace("ROUNDS", str(repeats)).replace("SIZE", str(size))
         (app / "app" / "perada_app" / "server.py").write_text(server)
