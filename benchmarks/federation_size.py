@@ -27,6 +27,7 @@ SAMPLED = 20
 
 def federation_size(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Measure runs with the clients on disk; ratios are to the run of 100 clients."""
+    cases: list[tuple[str, tuple[int, ...]]]
     if quick:
         cases = [("test_resnet", (100, 1_000))]
         rounds = 3

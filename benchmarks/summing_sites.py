@@ -163,8 +163,8 @@ class _Round:
         self.parties: dict[str, Party] = {}
         for name in federation.names:
             self.parties[name] = Party(name, federation.identities[name], federation.public)
-        heard = {str(number): digest_of_message(str(number).encode()) for number in range(MAX_HEARD_ROUNDS)}
-        self.claims = SiteClaims(heard=heard)
+        digests = {str(number): digest_of_message(str(number).encode()) for number in range(MAX_HEARD_ROUNDS)}
+        self.claims = SiteClaims(received_digests=digests)
         self.expected = np.zeros(self.contents.size, np.uint64)
         self.step = "keys"
         self.first_masked: Reply | None = None
