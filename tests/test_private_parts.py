@@ -27,7 +27,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.demos.boring_classes import BoringModel
-from pytorch_lightning.plugins.environments import LightningEnvironment
+from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import nn
@@ -147,6 +147,24 @@ def test_signal_connector_calls_its_notifier_at_sigterm():
     finally:
         connector.teardown()
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
+def test_signal_connector_calls_its_handler_of_slurm_at_sigusr1(monkeypatch):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    connector = trainer()._signal_connector
+    monkeypatch.setattr(connector.trainer._accelerator_connector, "cluster_environment", SLURMEnvironment())
+    received = []
+    connector._slurm_sigusr_handler_fn = lambda signum, frame: received.append(signum)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # Lightning leaves a handler of the caller's in place
+    try:
+        connector.register_signal_handlers()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert received == [signal.SIGUSR1]
+    finally:
+        connector.teardown()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_checkpoint_connector_restores_in_two_methods(tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import Subset
 
 from perada.core.checks import check_choice, check_integer, check_number
 from perada.core.rounds import ImageConfig
@@ -326,7 +327,11 @@ def first_image_set(checked: CheckedData) -> Any:  # noqa: ANN401  # any dataset
     """Return the dataset that the first client's images are a part of; None if all images are in memory."""
     if isinstance(checked.train, TensorStore):
         return None
-    return resolve_subset(checked.train.datasets[0]).base
+    dataset = checked.train.datasets[0]
+    # A subclass of Subset may change the items.
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
 
 
 def preprocessing_of_set(image_set: ImageSet, preparation: Preparation) -> Preprocessing:
