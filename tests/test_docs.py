@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -33,6 +34,7 @@ from perada.data.sets.scanners import DEVICES
 from perada.data.shifts import GROUPS, corrupt
 from perada.studies.choose import search as choosing
 from perada.studies.compare import command as comparing
+from perada.studies.compare import launcher
 from tests.options import sections
 
 ROOT = Path(__file__).parents[1]
@@ -261,6 +263,9 @@ class Reader:
 
             with self.monkeypatch.context() as patch, pytest.raises(Parsed):
                 patch.setattr(comparing.ComparisonRunner, "run", stop)
+                # There is no cluster to ask.
+                patch.setattr(launcher, "check_cluster", lambda options, threads: None)
+                patch.setattr(launcher, "cluster_runner", lambda *arguments: nullcontext())
                 patch.setattr(choosing.Search, "run", stop)
                 main(
                     ["perada" if word == "all" else word for word in arguments]
