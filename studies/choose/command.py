@@ -468,7 +468,7 @@ def _add_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--jobs",
-        type=PositiveInt | None,
+        type=PositiveInt,
         help=(
             "Number of concurrent runs, each in its own process. By default one on a GPU; on a CPU as many as its "
             f"cores allow with --threads each, at most {MOST_JOBS}."

@@ -383,7 +383,7 @@ def _add_options(parser: ArgumentParser) -> None:
         ),
     )
     parser.add_argument(
-        "--jobs", type=PositiveInt | None, help="Number of concurrent runs, each in its own process (default: 1)."
+        "--jobs", type=PositiveInt, help="Number of concurrent runs, each in its own process (default: 1)."
     )
     parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads per run.")
     add_launcher_options(parser)

@@ -133,18 +133,18 @@ def add_launcher_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--time",
-        type=PositiveInt | None,
+        type=PositiveInt,
         metavar="MINUTES",
         help=(
             "Minutes after which a Slurm job is requeued. Its run goes on from the last round "
             f"(default: {ClusterOptions.time})."
         ),
     )
-    parser.add_argument("--gpus", type=PositiveInt | None, help="GPUs of a Slurm job (default: none).")
-    parser.add_argument("--cpus", type=PositiveInt | None, help="Cores of a Slurm job (default: --threads).")
+    parser.add_argument("--gpus", type=PositiveInt, help="GPUs of a Slurm job (default: none).")
+    parser.add_argument("--cpus", type=PositiveInt, help="Cores of a Slurm job (default: --threads).")
     parser.add_argument(
         "--array_parallelism",
-        type=PositiveInt | None,
+        type=PositiveInt,
         help=f"Number of Slurm jobs at once (default: {MOST_AT_ONCE}).",
     )
     parser.add_argument(
