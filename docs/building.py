@@ -32,7 +32,15 @@ DESTINATIONS = {"docs/home.md": "index.html", "README.md": "README/index.html"}
 # Pages of these packages show what they hand on, under that name. Others show each object in its own module only.
 FACES = {
     f"perada.{name}"
-    for name in ("algorithms", "data", "lightning", "privacy", "server", "tasks")
+    for name in (
+        "algorithms",
+        "data",
+        "engine",
+        "lightning",
+        "privacy",
+        "server",
+        "tasks",
+    )
 }
 
 

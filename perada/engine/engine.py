@@ -44,6 +44,7 @@ from perada.engine.stacked_layers import FoldContext
 from perada.tasks import Task
 
 EngineName = Literal["auto", "folded", "loop"]
+"""How clients are trained: ``folded`` in one pass, ``loop`` one after another, ``auto`` folded where it is possible."""
 NUMBERS_AT_ONCE_CPU = 3 * 2**19
 """Number of values in the images that run at once in evaluation on a CPU: 512 images of 3×32×32."""
 NUMBERS_AT_ONCE_GPU = 3 * 2**27
