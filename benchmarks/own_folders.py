@@ -12,7 +12,6 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 import yaml
 from PIL import Image, ImageFilter
@@ -22,6 +21,7 @@ from benchmarks.experiments import SEEDS, mean_and_spread
 from perada.cli.runs import build_compared
 from perada.data import Digits, FashionMNIST
 from perada.data.datamodule import EvaluateOn
+from perada.lightning.trainer_attributes import callbacks_of
 from perada.studies.compare.running import RoundClock, RunTask
 
 IMAGES_OF_DEVICE = 120
@@ -112,8 +112,7 @@ def _train_shared(
         words.append("--data.client_validation=0.25")
     cli = build_compared(words)
     clock = RoundClock(RunTask(words, False))
-    callbacks: list[pl.Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]  # of Lightning
-    callbacks.append(clock)
+    callbacks_of(cli.trainer).append(clock)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cli.trainer.fit(cli.model, cli.datamodule)

@@ -9,12 +9,15 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from perada.core.checks import installed
 from perada.system.files import check_output_folder
+
+if TYPE_CHECKING:
+    from pydicom.dataset import Dataset
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 CLASSES = ("benign", "malignant")
@@ -54,7 +57,9 @@ SCANNERS = (
 
 def draw_slice(is_malignant: bool, noise: float, rng: np.random.Generator) -> FloatArray:
     """Return a slice (H, W) in Hounsfield units with one nodule: round if it is benign, with spikes otherwise."""
-    row, column = np.indices((SIDE, SIDE)) - SIDE / 2 - rng.uniform(-8, 8, 2)[:, None, None]
+    centre = SIDE / 2 + rng.uniform(-8, 8, 2)
+    row = np.arange(SIDE)[:, None] - centre[0]
+    column = np.arange(SIDE)[None, :] - centre[1]
     angle = np.arctan2(row, column)
     radius = np.full((SIDE, SIDE), rng.uniform(9, 15))
     if is_malignant:
@@ -66,7 +71,7 @@ def draw_slice(is_malignant: bool, noise: float, rng: np.random.Generator) -> Fl
     return values
 
 
-def make_file(values: FloatArray, scanner: Scanner, patient: str, number: int) -> Any:  # noqa: ANN401  # a Dataset
+def make_file(values: FloatArray, scanner: Scanner, patient: str, number: int) -> "Dataset":
     """Return a DICOM file with a slice.
 
     Args:
@@ -125,7 +130,7 @@ def make_file(values: FloatArray, scanner: Scanner, patient: str, number: int) -
     return file
 
 
-def write_sites(folder: Path, patients: int) -> int:
+def write_dicom_sites(folder: Path, patients: int) -> int:
     """Write the files of all hospitals and of the server, and return their number.
 
     Args:
@@ -161,7 +166,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"{str(options.folder)!r} is not empty; choose a new folder")
     if options.patients < 3:
         parser.error(f"--patients must be >= 3, got {options.patients}, so that training and test images have some")
-    count = write_sites(options.folder, options.patients)
+    count = write_dicom_sites(options.folder, options.patients)
     print(f"Wrote {count} DICOM files to {options.folder}")
 
 

@@ -134,37 +134,28 @@ def test_signal_connector_has_the_flag_that_the_trainer_reports():
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
-def test_signal_connector_calls_its_notifier_at_sigterm():
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("number", "method", "environment"),
+    [
+        (signal.SIGTERM, "_sigterm_notifier_fn", LightningEnvironment),
+        (signal.SIGUSR1, "_slurm_sigusr_handler_fn", SLURMEnvironment),
+    ],
+)
+def test_signal_connector_calls_its_method_at_a_signal(monkeypatch, number, method, environment):
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)}
     connector = trainer()._signal_connector
+    monkeypatch.setattr(connector.trainer._accelerator_connector, "cluster_environment", environment())
     received = []
-    connector._sigterm_notifier_fn = lambda signum, frame: received.append(signum)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning leaves a handler of the caller's in place
+    setattr(connector, method, lambda signum, frame: received.append(signum))
+    signal.signal(number, signal.SIG_DFL)  # Lightning leaves a handler of the caller's in place
     try:
         connector.register_signal_handlers()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert received == [signal.SIGTERM]
+        os.kill(os.getpid(), number)
+        assert received == [number]
     finally:
         connector.teardown()
-        signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
-def test_signal_connector_calls_its_handler_of_slurm_at_sigusr1(monkeypatch):
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    connector = trainer()._signal_connector
-    monkeypatch.setattr(connector.trainer._accelerator_connector, "cluster_environment", SLURMEnvironment())
-    received = []
-    connector._slurm_sigusr_handler_fn = lambda signum, frame: received.append(signum)
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # Lightning leaves a handler of the caller's in place
-    try:
-        connector.register_signal_handlers()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert received == [signal.SIGUSR1]
-    finally:
-        connector.teardown()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_checkpoint_connector_restores_in_two_methods(tmp_path):

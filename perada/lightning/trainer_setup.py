@@ -254,7 +254,9 @@ def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     environment = trainer._accelerator_connector.cluster_environment
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-        trainer._signal_connector._slurm_sigusr_handler_fn = partial(_requeue_job, trainer)  # type: ignore[method-assign]  # Lightning's saves in the middle of a round, see there
+        # Lightning's own handler would save in the middle of a round.
+        handler = partial(_requeue_job, trainer)
+        trainer._signal_connector._slurm_sigusr_handler_fn = handler  # type: ignore[method-assign]  # a method of Lightning's, which has no option for it
     if trainer.world_size > 1:
         # Lightning would divide the steps of a round among the processes; the data module divides its clients.
         trainer._accelerator_connector.use_distributed_sampler = False

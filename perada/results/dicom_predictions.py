@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +23,10 @@ from perada.results.inference import Predictions
 from perada.results.models import Models
 from perada.system.files import check_output_folder, writing
 from perada.tasks.geometry import resize_masks
+
+if TYPE_CHECKING:
+    from pydicom.dataset import Dataset
+    from pydicom.sequence import Sequence as DicomSequence
 
 _PATIENT_AND_STUDY = (
     *("PatientName", "PatientID", "IssuerOfPatientID", "PatientBirthDate", "PatientSex"),
@@ -45,7 +49,7 @@ _OWN_SCHEME = "99PERADA"
 
 @dataclass(frozen=True)
 class ModelName:
-    """What a file says of the model that made it.
+    """What a file says of the model that predicted.
 
     Attributes:
         name: Its backbone, and the client whose model it is.
@@ -67,7 +71,7 @@ class _Source:
     """
 
     row: int
-    dataset: Any
+    dataset: "Dataset"
     frame: int | None
 
 
@@ -105,7 +109,7 @@ def write_dicom(predictions: Predictions, model: ModelName, folder: Path) -> lis
 
     Args:
         predictions: The predictions of images that were given as paths.
-        model: The model that made them.
+        model: The model that predicted.
         folder: The folder, which is created.
 
     Returns:
@@ -122,14 +126,14 @@ def write_dicom(predictions: Predictions, model: ModelName, folder: Path) -> lis
     written = []
     if predictions.labels.ndim == 3:
         for place, sources_of_series in enumerate(_by_series(sources)):
-            made = _segmentation(predictions, sources_of_series, model)
-            written.append(_save(made, folder / f"segmentation_{place:04d}.dcm"))
+            dataset = _make_segmentation(predictions, sources_of_series, model)
+            written.append(_write_file(dataset, folder / f"segmentation_{place:04d}.dcm"))
         return written
     texts = _describe_predictions(predictions)
     series_of_study: dict[str, str] = {}
     for place, source in enumerate(sources):
-        made = _report(source, texts[source.row], model, series_of_study)
-        written.append(_save(made, folder / f"report_{place:04d}.dcm"))
+        dataset = _make_report(source, texts[source.row], model, series_of_study)
+        written.append(_write_file(dataset, folder / f"report_{place:04d}.dcm"))
     return written
 
 
@@ -161,14 +165,14 @@ def _by_series(sources: Sequence[_Source]) -> list[list[_Source]]:
     return list(series.values())
 
 
-def _save(made: Any, path: Path) -> Path:  # noqa: ANN401  # a Dataset
+def _write_file(dataset: "Dataset", path: Path) -> Path:
     """Write a file, and return its path."""
     with writing(path):
-        made.save_as(path, enforce_file_format=True)
+        dataset.save_as(path, enforce_file_format=True)
     return path
 
 
-def _new_file(source: _Source, sop_class: str, modality: str, model: ModelName) -> Any:  # noqa: ANN401  # a Dataset
+def _make_file(source: _Source, sop_class: str, modality: str, model: ModelName) -> "Dataset":
     """Return a file of the patient and the study of an image, as an instance of a series of its own."""
     from pydicom import config
     from pydicom.datadict import dictionary_VR, tag_for_keyword
@@ -176,10 +180,10 @@ def _new_file(source: _Source, sop_class: str, modality: str, model: ModelName) 
     from pydicom.dataset import Dataset, FileMetaDataset
     from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 
-    made = Dataset()
-    made.file_meta = FileMetaDataset()
-    made.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    made.SpecificCharacterSet = "ISO_IR 192"
+    dataset = Dataset()
+    dataset.file_meta = FileMetaDataset()
+    dataset.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    dataset.SpecificCharacterSet = "ISO_IR 192"
     for keyword in _PATIENT_AND_STUDY:
         value = source.dataset.get(keyword)
         if value is None and keyword in _OPTIONAL:
@@ -188,25 +192,25 @@ def _new_file(source: _Source, sop_class: str, modality: str, model: ModelName) 
         assert tag is not None
         # Values are copied as they are, even if they violate the standard.
         copied = "" if value is None else str(value)
-        made[tag] = DataElement(tag, dictionary_VR(tag), copied, validation_mode=config.IGNORE)
-    made.SOPClassUID = sop_class
-    made.SOPInstanceUID = generate_uid()
-    made.SeriesInstanceUID = generate_uid()
-    made.SeriesNumber = _SERIES_NUMBER
-    made.InstanceNumber = 1
-    made.Modality = modality
-    made.SeriesDescription = "Prediction of a model"
+        dataset[tag] = DataElement(tag, dictionary_VR(tag), copied, validation_mode=config.IGNORE)
+    dataset.SOPClassUID = sop_class
+    dataset.SOPInstanceUID = generate_uid()
+    dataset.SeriesInstanceUID = generate_uid()
+    dataset.SeriesNumber = _SERIES_NUMBER
+    dataset.InstanceNumber = 1
+    dataset.Modality = modality
+    dataset.SeriesDescription = "Prediction of a model"
     now = datetime.now()
-    made.ContentDate = now.strftime("%Y%m%d")
-    made.ContentTime = now.strftime("%H%M%S")
-    made.Manufacturer = "perada"
-    made.ManufacturerModelName = model.name
-    made.DeviceSerialNumber = model.version
-    made.SoftwareVersions = [f"perada {version('perada')}", f"weights {model.version}"]
-    return made
+    dataset.ContentDate = now.strftime("%Y%m%d")
+    dataset.ContentTime = now.strftime("%H%M%S")
+    dataset.Manufacturer = "perada"
+    dataset.ManufacturerModelName = model.name
+    dataset.DeviceSerialNumber = model.version
+    dataset.SoftwareVersions = [f"perada {version('perada')}", f"weights {model.version}"]
+    return dataset
 
 
-def _code(value: str, scheme: str, meaning: str) -> Any:  # noqa: ANN401  # a Sequence
+def _code_sequence(value: str, scheme: str, meaning: str) -> "DicomSequence":
     """Return a sequence with one code."""
     from pydicom.dataset import Dataset
     from pydicom.sequence import Sequence as DicomSequence
@@ -218,21 +222,21 @@ def _code(value: str, scheme: str, meaning: str) -> Any:  # noqa: ANN401  # a Se
     return DicomSequence([item])
 
 
-def _items(*items: dict[str, Any]) -> Any:  # noqa: ANN401  # a Sequence
+def _make_sequence(*items: dict[str, Any]) -> "DicomSequence":
     """Return a sequence of items, each of elements by their keywords."""
     from pydicom.dataset import Dataset
     from pydicom.sequence import Sequence as DicomSequence
 
-    made = []
+    datasets = []
     for elements in items:
         item = Dataset()
         for keyword, value in elements.items():
             setattr(item, keyword, value)
-        made.append(item)
-    return DicomSequence(made)
+        datasets.append(item)
+    return DicomSequence(datasets)
 
 
-def _reference(source: _Source) -> dict[str, Any]:
+def _reference_item(source: _Source) -> dict[str, Any]:
     """Return the elements of an item that refers to an image."""
     reference = {
         "ReferencedSOPClassUID": source.dataset.SOPClassUID,
@@ -243,32 +247,35 @@ def _reference(source: _Source) -> dict[str, Any]:
     return reference
 
 
-def _segmentation(predictions: Predictions, sources: Sequence[_Source], model: ModelName) -> Any:  # noqa: ANN401
+def _make_segmentation(predictions: Predictions, sources: Sequence[_Source], model: ModelName) -> "Dataset":
     """Return the SEG of the images of a series. The first class is the background, the others are segments."""
     first = sources[0]
     header = first.dataset
-    made = _new_file(first, _SEGMENTATION, "SEG", model)
-    made.ImageType = ["DERIVED", "PRIMARY"]
-    made.ContentLabel = "PREDICTION"
-    made.ContentDescription = model.name
-    made.ContentCreatorName = "perada"
-    made.SegmentationType = "BINARY"
-    made.LossyImageCompression = "00"
-    made.SamplesPerPixel = 1
-    made.PhotometricInterpretation = "MONOCHROME2"
-    made.Rows = header.Rows
-    made.Columns = header.Columns
-    made.BitsAllocated = 1
-    made.BitsStored = 1
-    made.HighBit = 0
-    made.PixelRepresentation = 0
-    made.SegmentSequence = _items(*_segments(predictions.classes, model))
-    references = {str(source.dataset.SOPInstanceUID): _whole_file(_reference(source)) for source in sources}
-    made.ReferencedSeriesSequence = _items(
-        {"SeriesInstanceUID": header.SeriesInstanceUID, "ReferencedInstanceSequence": _items(*references.values())}
+    segmentation = _make_file(first, _SEGMENTATION, "SEG", model)
+    segmentation.ImageType = ["DERIVED", "PRIMARY"]
+    segmentation.ContentLabel = "PREDICTION"
+    segmentation.ContentDescription = model.name
+    segmentation.ContentCreatorName = "perada"
+    segmentation.SegmentationType = "BINARY"
+    segmentation.LossyImageCompression = "00"
+    segmentation.SamplesPerPixel = 1
+    segmentation.PhotometricInterpretation = "MONOCHROME2"
+    segmentation.Rows = header.Rows
+    segmentation.Columns = header.Columns
+    segmentation.BitsAllocated = 1
+    segmentation.BitsStored = 1
+    segmentation.HighBit = 0
+    segmentation.PixelRepresentation = 0
+    segmentation.SegmentSequence = _make_sequence(*_segment_items(predictions.classes, model))
+    references = {str(source.dataset.SOPInstanceUID): _whole_file(_reference_item(source)) for source in sources}
+    segmentation.ReferencedSeriesSequence = _make_sequence(
+        {
+            "SeriesInstanceUID": header.SeriesInstanceUID,
+            "ReferencedInstanceSequence": _make_sequence(*references.values()),
+        }
     )
-    _add_geometry(made, header)
-    _add_dimensions(made)
+    _add_geometry(segmentation, header)
+    _add_dimensions(segmentation)
     groups = []
     frames: list[np.ndarray[Any, np.dtype[np.bool_]]] = []
     for place, source in enumerate(sources, 1):
@@ -280,18 +287,18 @@ def _segmentation(predictions: Predictions, sources: Sequence[_Source], model: M
             if pixels.any() or (is_last and not frames):
                 groups.append(_functional_groups(source, segment, place))
                 frames.append(pixels)
-    made.PerFrameFunctionalGroupsSequence = _items(*groups)
-    made.NumberOfFrames = len(frames)
+    segmentation.PerFrameFunctionalGroupsSequence = _make_sequence(*groups)
+    segmentation.NumberOfFrames = len(frames)
     content = np.packbits(np.stack(frames).ravel(), bitorder="little").tobytes()
-    made.PixelData = content + b"\0" * (len(content) % 2)
-    made["PixelData"].VR = "OB"
-    return made
+    segmentation.PixelData = content + b"\0" * (len(content) % 2)
+    segmentation["PixelData"].VR = "OB"
+    return segmentation
 
 
-def _segments(classes: Sequence[str], model: ModelName) -> list[dict[str, Any]]:
+def _segment_items(classes: Sequence[str], model: ModelName) -> list[dict[str, Any]]:
     """Return the items that describe the segments."""
     algorithm = {
-        "AlgorithmFamilyCodeSequence": _code("123110", "DCM", "Artificial Intelligence"),
+        "AlgorithmFamilyCodeSequence": _code_sequence("123110", "DCM", "Artificial Intelligence"),
         "AlgorithmName": model.name,
         "AlgorithmVersion": model.version,
     }
@@ -304,37 +311,37 @@ def _segments(classes: Sequence[str], model: ModelName) -> list[dict[str, Any]]:
                 "SegmentLabel": label,
                 "SegmentAlgorithmType": "AUTOMATIC",
                 "SegmentAlgorithmName": model.name,
-                "SegmentationAlgorithmIdentificationSequence": _items(algorithm),
-                "SegmentedPropertyCategoryCodeSequence": _code("85756007", "SCT", "Tissue"),
-                "SegmentedPropertyTypeCodeSequence": _code(f"CLASS{number}", _OWN_SCHEME, label),
+                "SegmentationAlgorithmIdentificationSequence": _make_sequence(algorithm),
+                "SegmentedPropertyCategoryCodeSequence": _code_sequence("85756007", "SCT", "Tissue"),
+                "SegmentedPropertyTypeCodeSequence": _code_sequence(f"CLASS{number}", _OWN_SCHEME, label),
             }
         )
     return segments
 
 
-def _add_geometry(made: Any, header: Any) -> None:  # noqa: ANN401  # Datasets
+def _add_geometry(segmentation: "Dataset", header: "Dataset") -> None:
     """Add the size and the orientation of the images, as far as they are known."""
     shared: dict[str, Any] = {}
     if "PixelSpacing" in header:
         measures = {"PixelSpacing": header.PixelSpacing}
         if header.get("SliceThickness"):
             measures["SliceThickness"] = header.SliceThickness
-        shared["PixelMeasuresSequence"] = _items(measures)
+        shared["PixelMeasuresSequence"] = _make_sequence(measures)
     if "ImageOrientationPatient" in header:
-        shared["PlaneOrientationSequence"] = _items({"ImageOrientationPatient": header.ImageOrientationPatient})
-    made.SharedFunctionalGroupsSequence = _items(shared)
+        shared["PlaneOrientationSequence"] = _make_sequence({"ImageOrientationPatient": header.ImageOrientationPatient})
+    segmentation.SharedFunctionalGroupsSequence = _make_sequence(shared)
     if "FrameOfReferenceUID" in header:
-        made.FrameOfReferenceUID = header.FrameOfReferenceUID
-        made.PositionReferenceIndicator = ""
+        segmentation.FrameOfReferenceUID = header.FrameOfReferenceUID
+        segmentation.PositionReferenceIndicator = ""
 
 
-def _add_dimensions(made: Any) -> None:  # noqa: ANN401  # a Dataset
+def _add_dimensions(segmentation: "Dataset") -> None:
     """Add that frames are numbered by their segment and their image (PS3.3, C.7.6.17)."""
     from pydicom.datadict import tag_for_keyword
     from pydicom.uid import generate_uid
 
     organization = generate_uid()
-    made.DimensionOrganizationSequence = _items({"DimensionOrganizationUID": organization})
+    segmentation.DimensionOrganizationSequence = _make_sequence({"DimensionOrganizationUID": organization})
     pointers = (
         ("ReferencedSegmentNumber", "SegmentIdentificationSequence"),
         ("InStackPositionNumber", "FrameContentSequence"),
@@ -348,7 +355,7 @@ def _add_dimensions(made: Any) -> None:  # noqa: ANN401  # a Dataset
                 "FunctionalGroupPointer": tag_for_keyword(macro),
             }
         )
-    made.DimensionIndexSequence = _items(*items)
+    segmentation.DimensionIndexSequence = _make_sequence(*items)
 
 
 def _functional_groups(source: _Source, segment: int, place: int) -> dict[str, Any]:
@@ -359,25 +366,25 @@ def _functional_groups(source: _Source, segment: int, place: int) -> dict[str, A
         segment: Number of the segment.
         place: Place of the image in the series, from 1.
     """
-    purpose = _code("121322", "DCM", "Source image for image processing operation")
-    image = _reference(source) | {"PurposeOfReferenceCodeSequence": purpose}
+    purpose = _code_sequence("121322", "DCM", "Source image for image processing operation")
+    image = _reference_item(source) | {"PurposeOfReferenceCodeSequence": purpose}
     derivation = {
-        "SourceImageSequence": _items(image),
-        "DerivationCodeSequence": _code("113076", "DCM", "Segmentation"),
+        "SourceImageSequence": _make_sequence(image),
+        "DerivationCodeSequence": _code_sequence("113076", "DCM", "Segmentation"),
     }
     content = {"StackID": "1", "InStackPositionNumber": place, "DimensionIndexValues": [segment, place]}
     groups = {
-        "DerivationImageSequence": _items(derivation),
-        "FrameContentSequence": _items(content),
-        "SegmentIdentificationSequence": _items({"ReferencedSegmentNumber": segment}),
+        "DerivationImageSequence": _make_sequence(derivation),
+        "FrameContentSequence": _make_sequence(content),
+        "SegmentIdentificationSequence": _make_sequence({"ReferencedSegmentNumber": segment}),
     }
     if "ImagePositionPatient" in source.dataset:
         position = {"ImagePositionPatient": source.dataset.ImagePositionPatient}
-        groups["PlanePositionSequence"] = _items(position)
+        groups["PlanePositionSequence"] = _make_sequence(position)
     return groups
 
 
-def _mask_of(labels: Tensor, header: Any) -> np.ndarray[Any, np.dtype[np.int64]]:  # noqa: ANN401  # a Dataset
+def _mask_of(labels: Tensor, header: "Dataset") -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return a predicted mask (H, W) in the size of its image."""
     mask: np.ndarray[Any, np.dtype[np.int64]] = resize_masks(labels, (header.Rows, header.Columns)).cpu().numpy()
     return mask
@@ -397,7 +404,9 @@ def _describe_predictions(predictions: Predictions) -> list[tuple[str, str]]:
     return texts
 
 
-def _report(source: _Source, words: tuple[str, str], model: ModelName, series_of_study: dict[str, str]) -> Any:  # noqa: ANN401
+def _make_report(
+    source: _Source, words: tuple[str, str], model: ModelName, series_of_study: dict[str, str]
+) -> "Dataset":
     """Return the report on an image.
 
     Args:
@@ -407,25 +416,28 @@ def _report(source: _Source, words: tuple[str, str], model: ModelName, series_of
         series_of_study: Series of the reports by study, to which a new study's is added.
     """
     header = source.dataset
-    made = _new_file(source, _BASIC_TEXT, "SR", model)
+    report = _make_file(source, _BASIC_TEXT, "SR", model)
     study = str(header.get("StudyInstanceUID"))
-    made.SeriesInstanceUID = series_of_study.setdefault(study, made.SeriesInstanceUID)
-    made.InstanceNumber = source.row + 1
-    made.ReferencedPerformedProcedureStepSequence = _items()
-    made.PerformedProcedureCodeSequence = _items()
-    made.CompletionFlag = "COMPLETE"
+    report.SeriesInstanceUID = series_of_study.setdefault(study, report.SeriesInstanceUID)
+    report.InstanceNumber = source.row + 1
+    report.ReferencedPerformedProcedureStepSequence = _make_sequence()
+    report.PerformedProcedureCodeSequence = _make_sequence()
+    report.CompletionFlag = "COMPLETE"
     # Nobody has checked what a model predicts.
-    made.VerificationFlag = "UNVERIFIED"
-    reference = _reference(source)
-    series = {"SeriesInstanceUID": header.SeriesInstanceUID, "ReferencedSOPSequence": _items(_whole_file(reference))}
-    study_items = {"StudyInstanceUID": header.StudyInstanceUID, "ReferencedSeriesSequence": _items(series)}
-    made.CurrentRequestedProcedureEvidenceSequence = _items(study_items)
+    report.VerificationFlag = "UNVERIFIED"
+    reference = _reference_item(source)
+    series = {
+        "SeriesInstanceUID": header.SeriesInstanceUID,
+        "ReferencedSOPSequence": _make_sequence(_whole_file(reference)),
+    }
+    study_items = {"StudyInstanceUID": header.StudyInstanceUID, "ReferencedSeriesSequence": _make_sequence(series)}
+    report.CurrentRequestedProcedureEvidenceSequence = _make_sequence(study_items)
     prediction, probabilities = words
     texts = [
-        (_code("121071", "DCM", "Finding"), prediction),
-        (_code("PROBABILITIES", _OWN_SCHEME, "Probabilities"), probabilities),
-        (_code("111001", "DCM", "Algorithm Name"), model.name),
-        (_code("111003", "DCM", "Algorithm Version"), model.version),
+        (_code_sequence("121071", "DCM", "Finding"), prediction),
+        (_code_sequence("PROBABILITIES", _OWN_SCHEME, "Probabilities"), probabilities),
+        (_code_sequence("111001", "DCM", "Algorithm Name"), model.name),
+        (_code_sequence("111003", "DCM", "Algorithm Version"), model.version),
     ]
     content = []
     for concept, words_of_concept in texts:
@@ -438,12 +450,12 @@ def _report(source: _Source, words: tuple[str, str], model: ModelName, series_of
                     "TextValue": words_of_concept,
                 }
             )
-    image = {"RelationshipType": "CONTAINS", "ValueType": "IMAGE", "ReferencedSOPSequence": _items(reference)}
-    made.ValueType = "CONTAINER"
-    made.ConceptNameCodeSequence = _code("18748-4", "LN", "Diagnostic Imaging Report")
-    made.ContinuityOfContent = "SEPARATE"
-    made.ContentSequence = _items(*content, image)
-    return made
+    image = {"RelationshipType": "CONTAINS", "ValueType": "IMAGE", "ReferencedSOPSequence": _make_sequence(reference)}
+    report.ValueType = "CONTAINER"
+    report.ConceptNameCodeSequence = _code_sequence("18748-4", "LN", "Diagnostic Imaging Report")
+    report.ContinuityOfContent = "SEPARATE"
+    report.ContentSequence = _make_sequence(*content, image)
+    return report
 
 
 def _whole_file(reference: dict[str, Any]) -> dict[str, Any]:

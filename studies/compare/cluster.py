@@ -126,8 +126,10 @@ def check_cluster(options: ClusterOptions, threads: int) -> None:
     answer = _call("sbatch", "--test-only", *options.sbatch_words(threads), "--wrap=true")
     if answer.returncode:
         reason = " ".join(answer.stderr.split())
-        asked = " ".join(options.sbatch_words(threads))
-        raise ValueError(f"--launcher slurm: Slurm rejects a job with {asked} ({reason}); change these options")
+        rejected_options = " ".join(options.sbatch_words(threads))
+        raise ValueError(
+            f"--launcher slurm: Slurm rejects a job with {rejected_options} ({reason}); change these options"
+        )
 
 
 def _check_partition(options: ClusterOptions) -> None:

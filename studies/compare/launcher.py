@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
@@ -65,11 +66,15 @@ def read_launcher(options: Namespace, jobs: int | None, folder: Path | None) -> 
         OptionError: If an option has no effect, or a value of it is invalid.
         ValueError: If jobs would have no shared folder, or Slurm rejects them.
     """
-    given = {name: getattr(options, name) for name in OPTIONS_OF_JOBS if getattr(options, name) is not None}
+    command_line: dict[str, Any] = {}
+    for name in OPTIONS_OF_JOBS:
+        value = getattr(options, name)
+        if value is not None:
+            command_line[name] = value
     if options.launcher == "local":
         if options.cluster is not None:
-            given["cluster"] = str(options.cluster)
-        for name, value in given.items():
+            command_line["cluster"] = str(options.cluster)
+        for name, value in command_line.items():
             raise without_effect(f"--{name}", value, "--launcher local", "add --launcher slurm")
         return Launcher(jobs or 1)
     if jobs is not None:
@@ -77,7 +82,7 @@ def read_launcher(options: Namespace, jobs: int | None, folder: Path | None) -> 
     if folder is None:
         raise ValueError("--launcher slurm needs --output FILE, in a folder that the nodes of the cluster share")
     cluster = ClusterOptions() if options.cluster is None else read_cluster_file(options.cluster)
-    cluster = replace(cluster, **given)
+    cluster = replace(cluster, **command_line)
     _check_values(cluster)
     check_cluster(cluster, options.threads)
     return Launcher(cluster.array_parallelism or MOST_AT_ONCE, cluster, folder)
@@ -95,14 +100,14 @@ def read_cluster_file(path: Path) -> ClusterOptions:
             f"--cluster {str(path)!r} does not exist; name a YAML file, such as one with partition: NAME"
         )
     content = read_yaml(path, "partition: gpu")
-    known = {name: content.pop(name) for name in OPTIONS_OF_JOBS if name in content}
+    job_options = {name: content.pop(name) for name in OPTIONS_OF_JOBS if name in content}
     setup = content.pop("setup", [])
     if not isinstance(setup, list) or not all(isinstance(line, str) for line in setup):
         raise invalid_option(f"{path}: setup", setup, "a list of shell commands", "setup: [module load cuda]")
     for name, value in content.items():
         if not isinstance(value, str | int | float):
             raise invalid_option(f"{path}: {name}", value, "a text or a number, as for sbatch, or true")
-    return ClusterOptions(**known, setup=tuple(setup), others=content)
+    return ClusterOptions(**job_options, setup=tuple(setup), others=content)
 
 
 def _check_values(cluster: ClusterOptions) -> None:

@@ -12,12 +12,14 @@ from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Checkpoint
 
 from perada.data import FederatedDataModule
+from perada.lightning.trainer_attributes import datamodule_of
 from perada.results.restore import damage_of
 from perada.studies.compare.configured import ConfiguredRun
 
@@ -81,7 +83,7 @@ class SameData(pl.Callback):
         Raises:
             OtherNodeError: If they differ.
         """
-        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's trainer has it
+        data = cast(FederatedDataModule, datamodule_of(trainer))
         digests = {}
         for part, content in data.fingerprint.items():
             # A digest does not reveal the names of clients.
@@ -152,11 +154,11 @@ def check_code(expected: Mapping[str, str]) -> None:
     Args:
         expected: The versions there (:func:`code_versions`).
     """
-    found = code_versions()
-    differing = _first_difference(found, expected)
+    versions = code_versions()
+    differing = _first_difference(versions, expected)
     if differing is not None:
         raise OtherNodeError(
-            f"node {socket.gethostname()} has {differing} {found.get(differing)}, but the command was started with "
+            f"node {socket.gethostname()} has {differing} {versions.get(differing)}, but the command was started with "
             f"{expected.get(differing)}; give all nodes the same environment, and start the command again after you "
             "edited code"
         )

@@ -188,7 +188,7 @@ def attempt(make_cli: MakeCLI, task: RunTask, threads: int, anonymous: bool = Fa
 
 def _run_task(make_cli: MakeCLI, task: RunTask, anonymous: bool) -> Result:
     cli = make_cli(task.args)
-    check_recipe(cli, task.recipe_digest)
+    check_recipe_digest(cli, task.recipe_digest)
     budget = same_budget(cli)
     if budget:
         cli = make_cli([*task.args, *budget])
@@ -221,7 +221,7 @@ def _run_task(make_cli: MakeCLI, task: RunTask, anonymous: bool) -> Result:
     return result
 
 
-def check_recipe(cli: ConfiguredRun, digest: str) -> None:
+def check_recipe_digest(cli: ConfiguredRun, digest: str) -> None:
     """Raise a ValueError if a recipe is not as it was when the command was started, here or on another machine.
 
     Args:

@@ -149,13 +149,13 @@ def test_frames_of_a_file_have_their_own_masks(tmp_path):
         path = write(tmp_path / part / "images" / "a.dcm", stack, SOPInstanceUID=uid, SeriesInstanceUID=uid)
         pixels = {number: np.eye(SIDE, k=number, dtype=np.uint8) for number in (1, 2, 4)}
         # One frame for each of three frames: the keys differ in the segment, which is one.
-        made = segmentation(
+        segmentation_file = segmentation(
             pydicom.dcmread(path), {(uid, number): mask for number, mask in pixels.items()}, names={1: "lesion"},
             frame_numbers=[1, 2, 4],
         )  # fmt: skip
-        for group in made.PerFrameFunctionalGroupsSequence:
+        for group in segmentation_file.PerFrameFunctionalGroupsSequence:
             group.SegmentIdentificationSequence[0].ReferencedSegmentNumber = 1
-        save(tmp_path / part / "masks" / "a.dcm", made)
+        save(tmp_path / part / "masks" / "a.dcm", segmentation_file)
     images = ImageMasks(str(tmp_path), size=SIDE, frames="all")
     shown = [images[row][1].numpy() for row in range(len(images))]
     expected = [pixels.get(number, np.zeros((SIDE, SIDE))) for number in range(1, 6)]
@@ -221,6 +221,16 @@ def test_label_maps_have_the_names_of_their_dataset_json(tmp_path, labels):
     assert seen == {"north", "south"}
 
 
+def assert_unreadable(folder, reason):
+    """Reading the masks of both splits names the file and the reason."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        images = ImageMasks(str(folder), size=SIDE, dicom_group=None)
+        with pytest.raises(UnreadableImageError, match=rf"0_0\.dcm.*{reason}"):
+            for side in (images, images.with_split(False)):
+                _ = side.labels  # read when it is first used
+
+
 def test_wrong_segmentations_are_named(tmp_path):
     files, masks = write_client(tmp_path, "north", 0, one_file=False)
     target = tmp_path / "north" / "masks" / "0_0.dcm"
@@ -238,19 +248,9 @@ def test_wrong_segmentations_are_named(tmp_path):
         ),
         (files[0], "no segmentation"),
     ]
-    for made, reason in cases:
-        save(target, made)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            images = ImageMasks(str(tmp_path), size=SIDE, dicom_group=None)
-            with pytest.raises(UnreadableImageError, match=rf"0_0\.dcm.*{reason}"):
-                for side in (images, images.with_split(False)):
-                    side.labels  # noqa: B018  # read when it is first used
+    for dataset, reason in cases:
+        save(target, dataset)
+        assert_unreadable(tmp_path, reason)
     for length in range(200, len(good), 97):
         target.write_bytes(good[:length])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            images = ImageMasks(str(tmp_path), size=SIDE, dicom_group=None)
-            with pytest.raises(UnreadableImageError, match=r"0_0\.dcm"):
-                for side in (images, images.with_split(False)):
-                    side.labels  # noqa: B018  # read when it is first used
+        assert_unreadable(tmp_path, "")

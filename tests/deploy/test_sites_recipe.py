@@ -15,7 +15,7 @@ from perada.cli.deployed_recipes import server_recipe
 from perada.cli.main import main
 from perada.cli.recipes import find_recipe
 from perada.studies.dicom_sites import main as dicom_sites
-from perada.studies.dicom_sites import write_sites
+from perada.studies.dicom_sites import write_dicom_sites
 
 CLASSES = ["benign", "malignant"]
 
@@ -51,7 +51,7 @@ def draw_images(tmp_path):
 def write_dicom(tmp_path):
     """DICOM files of three sites and of the server."""
     pytest.importorskip("pydicom", reason="needs the extra medical")
-    write_sites(tmp_path, 3)
+    write_dicom_sites(tmp_path, 3)
 
 
 def test_the_server_reads_it_without_a_clients_image(tmp_path):

@@ -50,14 +50,14 @@ def write_image(path, number, frames=0, **elements):
     return write(path, pixels, **IDENTITY | uids | elements)
 
 
-def check_identity(made, source):
+def check_identity(dataset, source):
     """A prediction is of the patient and the study of its image, in a series of its own."""
     for keyword in (*IDENTITY, "StudyInstanceUID"):
         if keyword != "SpecificCharacterSet":
-            assert str(made[keyword].value) == str(source[keyword].value)
-    assert made.SOPInstanceUID != source.SOPInstanceUID and made.SeriesInstanceUID != source.SeriesInstanceUID
-    assert made.ManufacturerModelName == MODEL.name and MODEL.version in made.SoftwareVersions[1]
-    assert made.Manufacturer == "perada"
+            assert str(dataset[keyword].value) == str(source[keyword].value)
+    assert dataset.SOPInstanceUID != source.SOPInstanceUID and dataset.SeriesInstanceUID != source.SeriesInstanceUID
+    assert dataset.ManufacturerModelName == MODEL.name and MODEL.version in dataset.SoftwareVersions[1]
+    assert dataset.Manufacturer == "perada"
 
 
 def test_masks_become_a_segmentation_of_the_series(tmp_path):
@@ -69,13 +69,13 @@ def test_masks_become_a_segmentation_of_the_series(tmp_path):
     predictions = Predictions(torch.zeros(4, SIDE, SIDE, 3), masks, ("none", "liver", "tumour"), tuple(map(str, paths)))
     written = write_dicom(predictions, MODEL, tmp_path / "out")
     assert len(written) == 2
-    made = pydicom.dcmread(written[0])
-    check_identity(made, pydicom.dcmread(paths[0]))
-    assert [item.SegmentLabel for item in made.SegmentSequence] == ["liver", "tumour"]
+    dataset = pydicom.dcmread(written[0])
+    check_identity(dataset, pydicom.dcmread(paths[0]))
+    assert [item.SegmentLabel for item in dataset.SegmentSequence] == ["liver", "tumour"]
     # Read frame by frame with pydicom.
-    assert made.pixel_array.shape == (4, SIDE, SIDE) and made.NumberOfFrames == 4
+    assert dataset.pixel_array.shape == (4, SIDE, SIDE) and dataset.NumberOfFrames == 4
     found = {}
-    for group, pixels in zip(made.PerFrameFunctionalGroupsSequence, made.pixel_array, strict=True):
+    for group, pixels in zip(dataset.PerFrameFunctionalGroupsSequence, dataset.pixel_array, strict=True):
         source = group.DerivationImageSequence[0].SourceImageSequence[0].ReferencedSOPInstanceUID
         number = group.SegmentIdentificationSequence[0].ReferencedSegmentNumber
         found[source] = found.get(source, 0) + number * pixels.astype(int)
@@ -183,10 +183,10 @@ def test_the_command_writes_them(tmp_path, masked, capsys):
     main(options)
     written = sorted((tmp_path / "dicom").iterdir())
     assert f"DICOM files: {len(written)}" in capsys.readouterr().out
-    made = pydicom.dcmread(written[0])
-    assert made.Modality == ("SEG" if masked else "SR") and len(written) == (1 if masked else 8)
-    assert made.ManufacturerModelName.endswith(", client north") and made.PatientID.startswith("MRN77")
-    assert len(made.DeviceSerialNumber) == 12
+    dataset = pydicom.dcmread(written[0])
+    assert dataset.Modality == ("SEG" if masked else "SR") and len(written) == (1 if masked else 8)
+    assert dataset.ManufacturerModelName.endswith(", client north") and dataset.PatientID.startswith("MRN77")
+    assert len(dataset.DeviceSerialNumber) == 12
     with pytest.raises(FileExistsError, match="--dicom"):
         main(options)
     # Nothing else has an identifier.

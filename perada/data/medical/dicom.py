@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast, get_args
+from typing import IO, TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 
@@ -42,6 +42,9 @@ from perada.data.medical.windows import (
     place_in_file,
     range_window,
 )
+
+if TYPE_CHECKING:
+    from pydicom.dataset import Dataset
 
 Values = np.ndarray[Any, np.dtype[Any]]
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
@@ -81,11 +84,11 @@ class DicomFrame:
         index: Place of the frame, from 0.
     """
 
-    dataset: Any
+    dataset: "Dataset"
     format: PixelFormat
     index: int
 
-    def of_frame(self, macro: str, keyword: str) -> Any:  # noqa: ANN401  # a Dataset
+    def of_frame(self, macro: str, keyword: str) -> "Dataset":
         """Return the dataset that has an element of the frame: the frame's own, that of all frames, or the file's.
 
         Args:
@@ -155,7 +158,7 @@ def _read_frame(file: IO[bytes], frame: int | None) -> tuple[DicomFrame, bytes |
     return open_frame(read_dataset(file, with_pixels=True), frame), None
 
 
-def open_frame(dataset: Any, frame: int | None) -> DicomFrame:  # noqa: ANN401  # a Dataset
+def open_frame(dataset: "Dataset", frame: int | None) -> DicomFrame:
     """Return a frame of a file, by its number from 1; None for the one in the middle.
 
     Raises:
@@ -171,7 +174,7 @@ def open_frame(dataset: Any, frame: int | None) -> DicomFrame:  # noqa: ANN401  
     return DicomFrame(dataset, stored_as, number - 1)
 
 
-def _no_pixels_error(dataset: Any) -> MedicalImageError:  # noqa: ANN401  # a Dataset
+def _no_pixels_error(dataset: "Dataset") -> MedicalImageError:
     """Return the error for a file without pixels, with its kind."""
     from pydicom.uid import UID_dictionary
 
@@ -419,7 +422,7 @@ def modality_values(frame: DicomFrame, stored: Values) -> FloatArray:
     return stored.astype(np.float64) * slopes[0] + intercepts[0]
 
 
-def _read_sequence(dataset: Any, keyword: str) -> list[Any]:  # noqa: ANN401  # a Dataset
+def _read_sequence(dataset: "Dataset", keyword: str) -> list[Any]:
     """Return the items of a sequence; none if it is missing."""
     try:
         return list(dataset.get(keyword) or [])
@@ -427,7 +430,7 @@ def _read_sequence(dataset: Any, keyword: str) -> list[Any]:  # noqa: ANN401  # 
         raise MedicalImageError(f"{keyword} of its header is damaged") from None
 
 
-def _read_table(item: Any, first_is_signed: bool) -> LookupTable:  # noqa: ANN401  # a Dataset
+def _read_table(item: "Dataset", first_is_signed: bool) -> LookupTable:
     """Read a lookup table from an item of its sequence."""
     descriptor = numbers(item, "LUTDescriptor")
     if len(descriptor) != 3:
@@ -443,7 +446,7 @@ def _read_table(item: Any, first_is_signed: bool) -> LookupTable:  # noqa: ANN40
     return LookupTable(entries, first, bits)
 
 
-def _table_entries(item: Any, keyword: str, num_entries: int) -> FloatArray:  # noqa: ANN401  # a Dataset
+def _table_entries(item: "Dataset", keyword: str, num_entries: int) -> FloatArray:
     """Return the entries of a table, which are words, or bytes in pairs."""
     try:
         data = item.get(keyword)
@@ -543,7 +546,7 @@ def _has_signed_modality(frame: DicomFrame) -> bool:
     return bool(modality_values(frame, extremes).min() < 0)
 
 
-def _palette_entries(dataset: Any, kind: str, num_entries: int, bits: int) -> FloatArray:  # noqa: ANN401  # a Dataset
+def _palette_entries(dataset: "Dataset", kind: str, num_entries: int, bits: int) -> FloatArray:
     """Return the entries of the palette of a colour."""
     if f"{kind}PaletteColorLookupTableData" in dataset:
         return _table_entries(dataset, f"{kind}PaletteColorLookupTableData", num_entries)

@@ -10,10 +10,13 @@ import zlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 
 from perada.core.checks import installed
 from perada.data.medical.errors import MedicalImageError
+
+if TYPE_CHECKING:
+    from pydicom.dataset import Dataset
 
 PREAMBLE = 128
 MAGIC = b"DICM"
@@ -131,7 +134,7 @@ def _configure_pydicom() -> Any:  # noqa: ANN401  # a module
 
 def read_dataset(
     file: IO[bytes], with_pixels: bool, with_identity: bool = False, more_keywords: tuple[str, ...] = ()
-) -> Any:  # noqa: ANN401  # a Dataset
+) -> "Dataset":
     """Read the elements of a DICOM file that perada uses.
 
     Args:
@@ -296,7 +299,7 @@ def read_stored_frame(file: IO[bytes], stored_as: PixelFormat, index: int) -> by
     return file.read(frame_bytes)
 
 
-def pixel_format(dataset: Any, keyword: str = "PixelData") -> PixelFormat:  # noqa: ANN401  # a Dataset
+def pixel_format(dataset: "Dataset", keyword: str = "PixelData") -> PixelFormat:
     """Return how pixels are stored, after checking that all numbers are possible.
 
     Raises:
@@ -337,7 +340,7 @@ MONOCHROME = ("MONOCHROME1", "MONOCHROME2")
 COLOURS = ("RGB", "PALETTE COLOR", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT")
 
 
-def transfer_syntax(dataset: Any) -> str:  # noqa: ANN401  # a Dataset
+def transfer_syntax(dataset: "Dataset") -> str:
     """Return the UID of the transfer syntax; that of a file without one follows from how it was parsed."""
     declared = getattr(dataset, "file_meta", {}).get("TransferSyntaxUID")
     if declared:
@@ -375,7 +378,7 @@ def integer(dataset: Any, keyword: str, least: int, largest: int, default: int |
     return number
 
 
-def text(dataset: Any, keyword: str) -> str:  # noqa: ANN401  # a Dataset
+def text(dataset: "Dataset", keyword: str) -> str:
     """Return a text of a dataset; an empty one if it is missing or damaged."""
     try:
         value = dataset.get(keyword)
@@ -384,7 +387,7 @@ def text(dataset: Any, keyword: str) -> str:  # noqa: ANN401  # a Dataset
         return ""
 
 
-def numbers(dataset: Any, keyword: str) -> list[float]:  # noqa: ANN401  # a Dataset
+def numbers(dataset: "Dataset", keyword: str) -> list[float]:
     """Return the finite numbers of an element with one or several; none if it is missing.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -85,7 +85,7 @@ class MedicalReading:
         for client, client_window in (window_of_client or {}).items():
             windows[str(client)] = check_window(client_window)
         default = None if window is None and window_of_client is not None else check_window(window)
-        return cls(default, _check_frames(frames), axis, windows)  # type: ignore[arg-type]  # checked above
+        return cls(default, _check_frames(frames), cast(Axis, axis), windows)
 
     def of_client(self, client: str | None) -> "MedicalReading":
         """Return the reading of a client's images; of None, that of images of no client.

@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from perada.data.medical.dicom import open_frame, stored_values
 from perada.data.medical.errors import MedicalImageError
 from perada.data.medical.headers import integer, open_source, pixel_format, read_dataset, text
+
+if TYPE_CHECKING:
+    from pydicom.dataset import Dataset
 
 SEGMENTATION_CLASSES = ("1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7")
 """SOP classes of segmentations, and of those that store the number of a pixel's segment (label maps)."""
@@ -55,7 +58,7 @@ class _SegmentFrame:
 
 
 @dataclass(frozen=True)
-class Segmentation:
+class DicomSegmentation:
     """A segmentation of the images of a series.
 
     Attributes:
@@ -66,7 +69,7 @@ class Segmentation:
     names: Mapping[int, str]
     series: frozenset[str]
     _frames: Sequence[_SegmentFrame]
-    _dataset: Any
+    _dataset: "Dataset"
 
     def mask_of(self, image: ImageReference) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the number of the segment of each pixel (H, W) of an image; 0 for none.
@@ -101,7 +104,7 @@ class Segmentation:
         return np.where(values >= least, segment, 0)
 
 
-def read_segmentation(source: str | Path | IO[bytes]) -> Segmentation:
+def read_segmentation(source: str | Path | IO[bytes]) -> DicomSegmentation:
     """Read a segmentation. Those of some paths stay in memory, since all images of a series need theirs.
 
     Raises:
@@ -114,23 +117,23 @@ def read_segmentation(source: str | Path | IO[bytes]) -> Segmentation:
 
 
 @lru_cache(maxsize=4)
-def _read_path(path: str, size: int, modified_ns: int) -> Segmentation:
+def _read_path(path: str, size: int, modified_ns: int) -> DicomSegmentation:
     """Read a segmentation. Size and time of the last modification are part of the key of the cache."""
     return _read_segmentation(path)
 
 
-def _read_segmentation(source: str | Path | IO[bytes]) -> Segmentation:
+def _read_segmentation(source: str | Path | IO[bytes]) -> DicomSegmentation:
     with open_source(source) as file:
         dataset = read_dataset(file, with_pixels=True, more_keywords=KEYWORDS)
     if text(dataset, "SOPClassUID") not in SEGMENTATION_CLASSES:
         raise MedicalImageError("it is a DICOM file, but no segmentation", "save masks as DICOM SEG, NIfTI or PNG")
     try:
-        names = {int(item.SegmentNumber): _name_of(item) for item in dataset.get("SegmentSequence") or []}
+        names = {int(item.SegmentNumber): _printed_name(item) for item in dataset.get("SegmentSequence") or []}
         series = frozenset(str(item.SeriesInstanceUID) for item in dataset.get("ReferencedSeriesSequence") or [])
         groups = dataset.get("PerFrameFunctionalGroupsSequence") or []
         shared = (dataset.get("SharedFunctionalGroupsSequence") or [None])[0]
         is_labelmap = text(dataset, "SegmentationType") == LABELMAP
-        frames = [_read_frame(group, shared, is_labelmap) for group in groups]
+        frames = [_read_segment_frame(group, shared, is_labelmap) for group in groups]
     except Exception as error:  # pydicom converts a value when it is first used
         raise MedicalImageError(f"its description of segments is damaged ({type(error).__name__})") from None
     if len(frames) != pixel_format(dataset).num_frames:
@@ -138,23 +141,27 @@ def _read_segmentation(source: str | Path | IO[bytes]) -> Segmentation:
     unnamed = sorted({frame.segment for frame in frames if frame.segment} - {*names})
     if unnamed:
         raise MedicalImageError(f"it has frames of the segment {unnamed[0]}, which it does not describe")
-    return Segmentation(names, series, frames, dataset)
+    return DicomSegmentation(names, series, frames, dataset)
 
 
-def _name_of(item: Any) -> str:  # noqa: ANN401  # a Dataset
+def _printed_name(item: "Dataset") -> str:
     """Return the name of a segment, as it is printed in one line."""
     return " ".join(str(item.SegmentLabel).split())[:_LARGEST_NAME]
 
 
-def _read_frame(group: Any, shared: Any, is_labelmap: bool) -> _SegmentFrame:  # noqa: ANN401  # Datasets
+def _read_segment_frame(group: "Dataset", shared: "Dataset | None", is_labelmap: bool) -> _SegmentFrame:
     """Read a frame from its functional groups and those that all frames share."""
     segment = 0
     if not is_labelmap:
-        identification = group.get("SegmentIdentificationSequence") or shared.SegmentIdentificationSequence
+        identification = group.get("SegmentIdentificationSequence")
+        if not identification and shared is not None:
+            identification = shared.get("SegmentIdentificationSequence")
         segment = int(identification[0].ReferencedSegmentNumber)
-    derivations = group.get("DerivationImageSequence") or (shared and shared.get("DerivationImageSequence")) or []
+    derivations = group.get("DerivationImageSequence")
+    if not derivations and shared is not None:
+        derivations = shared.get("DerivationImageSequence")
     images: dict[str, list[int]] = {}
-    for derivation in derivations:
+    for derivation in derivations or []:
         for image in derivation.get("SourceImageSequence") or []:
             numbers = image.get("ReferencedFrameNumber")
             frames = images.setdefault(str(image.ReferencedSOPInstanceUID), [])
@@ -163,17 +170,25 @@ def _read_frame(group: Any, shared: Any, is_labelmap: bool) -> _SegmentFrame:  #
     return _SegmentFrame(segment, images)
 
 
+class _FileReference(NamedTuple):
+    """The identifiers of a file and of its series, and its number of frames."""
+
+    instance: str
+    series: str
+    num_frames: int
+
+
 @lru_cache(maxsize=2**16)
-def _read_reference(path: str, size: int, modified_ns: int) -> tuple[str, str, int]:
-    """Return UIDs and number of frames. Size and time of the last modification are part of the key of the cache."""
-    return _reference_of(path)
+def _read_reference_of_path(path: str, size: int, modified_ns: int) -> _FileReference:
+    """Read the reference of a file. Size and time of the last modification are part of the key of the cache."""
+    return _read_reference(path)
 
 
-def _reference_of(source: str | Path | IO[bytes]) -> tuple[str, str, int]:
+def _read_reference(source: str | Path | IO[bytes]) -> _FileReference:
     with open_source(source) as file:
         dataset = read_dataset(file, with_pixels=False, with_identity=True)
     num_frames = integer(dataset, "NumberOfFrames", 1, 2**31 - 1, default=1)
-    return text(dataset, "SOPInstanceUID"), text(dataset, "SeriesInstanceUID"), num_frames
+    return _FileReference(text(dataset, "SOPInstanceUID"), text(dataset, "SeriesInstanceUID"), num_frames)
 
 
 def image_reference(source: str | Path | IO[bytes], number: int | None = None) -> ImageReference:
@@ -184,8 +199,10 @@ def image_reference(source: str | Path | IO[bytes], number: int | None = None) -
     """
     if isinstance(source, str | Path):
         state = os.stat(source)
-        instance, series, num_frames = _read_reference(str(source), state.st_size, state.st_mtime_ns)
+        reference = _read_reference_of_path(str(source), state.st_size, state.st_mtime_ns)
     else:
-        instance, series, num_frames = _reference_of(source)
-    frame = num_frames // 2 + 1 if number is None else number
-    return ImageReference(instance, series, frame, num_frames == 1)
+        reference = _read_reference(source)
+    frame = number
+    if frame is None:
+        frame = reference.num_frames // 2 + 1
+    return ImageReference(reference.instance, reference.series, frame, is_single=reference.num_frames == 1)

@@ -47,9 +47,15 @@ def _names_in_file(path: Path) -> NamesOfNumbers | None:
         labels = json.loads(path.read_text(encoding="utf-8"))["labels"]
         names = {}
         for key, value in labels.items():
-            number, name = (int(key), value) if str(key).isdigit() else (int(value), key)
+            # Some versions of nnU-Net name numbers, others number names. 0 is the background.
+            if str(key).isdigit():
+                number = int(key)
+                name = str(value)
+            else:
+                number = int(value)
+                name = str(key)
             if number:
-                names[number] = str(name)
+                names[number] = name
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return names
@@ -81,12 +87,13 @@ def check_segment_names(
         return tuple(class_names)
     name_of_number: dict[int, str] = {}
     for (number, name), owner in owner_of_names.items():
-        known = name_of_number.setdefault(number, name)
-        if known != name:
+        first_name = name_of_number.setdefault(number, name)
+        if first_name != name:
             raise OptionError(
-                f"classes are not declared, and the masks of {source} call the segment {number} {known!r} "
-                f"({owner_of_names[number, known]}) and {name!r} ({owner}); if one is misspelt, correct it; otherwise "
-                f"declare the classes, such as [{BACKGROUND}, {known}, {name}], by whose names segments are numbered",
+                f"classes are not declared, and the masks of {source} call the segment {number} {first_name!r} "
+                f"({owner_of_names[number, first_name]}) and {name!r} ({owner}); if one is misspelt, correct it; "
+                f"otherwise declare the classes, such as [{BACKGROUND}, {first_name}, {name}], by whose names segments "
+                "are numbered",
                 name="classes",
             )
     classes = [BACKGROUND]

@@ -194,12 +194,12 @@ class ImageTable(ListedImages):
         paths = []
         rows = []
         for file, uids_of_file in zip(files, uids_of_files(files), strict=True):
-            found = sorted({row_of_uid[uid] for uid in uids_of_file if uid in row_of_uid})
-            if len(found) > 1:
-                self.reject_rows(found, f"{file} has the UIDs of several rows", "use one row for each file")
-            if found:
+            matching_rows = sorted({row_of_uid[uid] for uid in uids_of_file if uid in row_of_uid})
+            if len(matching_rows) > 1:
+                self.reject_rows(matching_rows, f"{file} has the UIDs of several rows", "use one row for each file")
+            if matching_rows:
                 paths.append(file)
-                rows.append(found[0])
+                rows.append(matching_rows[0])
         missing = sorted({*range(len(uids))} - {*rows})
         self.reject_rows(
             missing, f"no DICOM file in {self.root} has its UID", "take the row out, or set folder to that of the files"
