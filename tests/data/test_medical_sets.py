@@ -276,7 +276,10 @@ def test_no_file_and_no_message_has_an_identifier(root, tmp_path, monkeypatch, c
         folder = next((tmp_path / "out").rglob("run.json")).parent
         main(["data", "inspect", str(root), "--json"])
         main(["predict", str(folder), "--images", str(root), "--client", "north", "--output", "predictions.csv"])
-    identities = Images(str(root), size=SIDE).identities.tolist()
+    images = Images(str(root), size=SIDE)
+    identities = images.identities.tolist()
+    # Messages may name groups.
+    assert {*images.columns["group"]} <= {*images.files}
     hashes = [kind(word.encode()).hexdigest() for word in IDENTIFIERS for kind in (hashlib.sha256, hashlib.md5)]
     output = "".join(capsys.readouterr()).encode()
     contents = {str(path): path.read_bytes() for path in files_below(tmp_path)} | {"output": output}
