@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -234,3 +235,39 @@ def running_cluster(environment: Mapping[str, str] | None = None) -> Iterator[Sl
     finally:
         cluster.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure_parts() -> Iterator[tuple[str, float]]:
+    """Yield the parts of a cluster's overhead that docs/scaling.md has, with their seconds."""
+    import submitit
+
+    from perada.studies.compare.cluster import Slurm
+
+    with running_cluster() as cluster:
+        os.environ |= cluster.environment
+        executor = submitit.SlurmExecutor(folder=cluster.folder / "logs")
+        executor.update_parameters(time=60, array_parallelism=256)
+        started_at = time.perf_counter()
+        with executor.batch():
+            jobs = [executor.submit(time.sleep, 60) for _ in range(1000)]
+        yield "submission of 1,000 runs as an array", time.perf_counter() - started_at
+        scheduler = Slurm()
+        started_at = time.perf_counter()
+        states = scheduler.states(jobs)
+        assert states is not None and len(states) == len(jobs)
+        yield "one look at 1,000 jobs", time.perf_counter() - started_at
+        started_at = time.perf_counter()
+        scheduler.cancel(jobs)
+        yield "cancellation of 1,000 jobs", time.perf_counter() - started_at
+    # The first start fills the cache of files.
+    for _ in range(2):
+        before = os.times()
+        subprocess.run([sys.executable, "-c", "import perada.cli.runs, perada.studies.compare.command"], check=True)
+        after = os.times()
+    spent = after.children_user - before.children_user + after.children_system - before.children_system
+    yield "program start on a node: imports, in CPU time", spent
+
+
+if __name__ == "__main__":
+    for part, seconds in measure_parts():
+        print(f"{part}: {seconds:.2f} s")
