@@ -132,8 +132,10 @@ def choice_folders(device: torch.device, repeats: int, quick: bool) -> Iterator[
         )
         recipe = yaml.safe_load((folder / "choice" / "best.yaml").read_text(encoding="utf-8"))
         records = json.loads((folder / "choice" / "results.json").read_text(encoding="utf-8"))
-    algorithm = recipe["federated"]["algorithm"]["class_path"].split(".")[-1].lower()
-    finals = [record for record in records if record["stage"] == "run" and record["label"] == algorithm]
+    class_name = recipe["federated"]["algorithm"]["class_path"].split(".")[-1]
+    finals = [record for record in records if _is_final_of(record, class_name)]
+    if not finals:
+        raise ValueError(f"choice/results.json has no finished run of {class_name}, which best.yaml takes")
     way = "both" if recipe["evaluation"]["prediction"] == "both" else "personal"
     scores = {}
     for title, part in (("own images %", "local_test"), ("all clients' images %", "global_test")):
@@ -145,6 +147,14 @@ def choice_folders(device: torch.device, repeats: int, quick: bool) -> Iterator[
         "seeds": len(finals),
         **scores,
     }
+
+
+def _is_final_of(record: dict[str, Any], class_name: str) -> bool:
+    """Return whether a record is that of a finished training on all images, by the algorithm of a class."""
+    # Rows are called by names such as fedavg_ft, classes FedAvgFT.
+    is_of_class = record["label"].replace("_", "") == class_name.lower()
+    # A run that failed was repeated by a later record, or the budget was spent.
+    return is_of_class and record["stage"] == "run" and "failed" not in record
 
 
 def _write_recipe(folder: Path, quick: bool, seed: int = 0) -> tuple[str, ...]:

@@ -347,5 +347,5 @@ def accuracy(w: Tensor, truth: Tensor) -> Tensor:
         truth: The nodes' true models (M, d).
     """
     cosine = _normalize_models(w) @ _normalize_models(truth).T
-    error: Tensor = torch.arccos(cosine.clamp(-1, 1)) / math.pi
-    return 1 - error.mean(-1)
+    test_error: Tensor = torch.arccos(cosine.clamp(-1, 1)) / math.pi
+    return 1 - test_error.mean(-1)

@@ -103,15 +103,15 @@ class _Classifier(pl.LightningModule):
 
     Args:
         model: The backbone with its head.
-        image: The backbone's image format.
+        image_config: The backbone's image format.
         settings: Optimizer, learning rate and seed.
         steps: Steps of the whole training.
     """
 
-    def __init__(self, model: nn.Module, image: ImageConfig, settings: PretrainSettings, steps: int) -> None:
+    def __init__(self, model: nn.Module, image_config: ImageConfig, settings: PretrainSettings, steps: int) -> None:
         super().__init__()
         self.model = model
-        self.image = image
+        self.image = image_config
         self.settings = settings
         self.steps = steps
 
@@ -206,7 +206,7 @@ def pretrain(settings: PretrainSettings) -> Path:
     save_file({key: value.contiguous() for key, value in model.state_dict().items()}, output)
     card = _format_card(
         settings,
-        image=backbone.image_config,
+        image_config=backbone.image_config,
         num_classes=data.num_classes,
         num_test_images=len(test_images),
         accuracy=scores["test/accuracy"],
@@ -231,14 +231,14 @@ def _command_words(settings: PretrainSettings) -> str:
 
 
 def _format_card(
-    settings: PretrainSettings, *, image: ImageConfig, num_classes: int, num_test_images: int, accuracy: float
+    settings: PretrainSettings, *, image_config: ImageConfig, num_classes: int, num_test_images: int, accuracy: float
 ) -> str:
     """Return the model card: a description of the weights, how they were made, and how to load them."""
     file = settings.output
     source = SOURCES[settings.dataset]
     optimizer = OPTIMIZERS[settings.optimizer]
     weight_decay = WEIGHT_DECAY[settings.optimizer]
-    side = image.input_size[-1]
+    side = image_config.input_size[-1]
     return f"""# {file.name}
 
 timm's `{settings.backbone}` with a head for the {num_classes} classes of {source.name}, trained from scratch by perada.
@@ -255,7 +255,7 @@ timm's `{settings.backbone}` with a head for the {num_classes} classes of {sourc
 | SHA-256 | `{hashlib.sha256(file.read_bytes()).hexdigest()}` |
 
 **Images**: uint8 grey images to [0, 1], repeated to three channels, resized to {side}×{side} pixels (bilinear,
-antialiased), minus {image.mean}, over {image.std}.
+antialiased), minus {image_config.mean}, over {image_config.std}.
 In training they are shifted by up to {PADDING} pixels and mirrored at random.
 
 **Training**: all parameters, cross-entropy, {optimizer} and weight decay {weight_decay}, the

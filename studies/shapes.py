@@ -127,18 +127,18 @@ def draw_classes(num_classes: int, random: torch.Generator) -> ShapeClasses:
     )
 
 
-def draw_images(classes: ShapeClasses, size: int, random: torch.Generator) -> Tensor:
-    """Draw an image of each entry of ``classes``.
+def draw_images(shape_classes: ShapeClasses, size: int, random: torch.Generator) -> Tensor:
+    """Draw an image of each entry of ``shape_classes``.
 
     Args:
-        classes: Classes of the B images.
+        shape_classes: Classes of the B images.
         size: Height and width of the images, in pixels.
         random: Source of what differs between images of a class. The order of the draws decides the images.
 
     Returns:
         Images (B, 1, size, size), uint8.
     """
-    count = len(classes.tone)
+    count = len(shape_classes.tone)
 
     # Coordinates (B, size, size) in the shape's own frame, in which its mean radius is 1.
     line = torch.linspace(-1, 1, size)
@@ -146,8 +146,8 @@ def draw_images(classes: ShapeClasses, size: int, random: torch.Generator) -> Te
     down = line.view(1, -1, 1) - _draw_uniform(count, -0.2, 0.2, random)
     angle = _draw_uniform(count, -0.35, 0.35, random)
     scale = _draw_uniform(count, 0.45, 0.8, random)
-    width = scale * (0.12 * _draw_normal(random, count, 1, 1)).exp() * classes.stretch
-    height = scale * (0.12 * _draw_normal(random, count, 1, 1)).exp() * classes.stretch**-1
+    width = scale * (0.12 * _draw_normal(random, count, 1, 1)).exp() * shape_classes.stretch
+    height = scale * (0.12 * _draw_normal(random, count, 1, 1)).exp() * shape_classes.stretch**-1
     mirror = torch.where(_draw_uniform(count, 0, 1, random) < 0.5, -1.0, 1.0)
     x = mirror * (angle.cos() * right + angle.sin() * down) / width
     y = (angle.cos() * down - angle.sin() * right) / height
@@ -155,18 +155,21 @@ def draw_images(classes: ShapeClasses, size: int, random: torch.Generator) -> Te
     theta = torch.atan2(y, x)
 
     # Both parts have soft edges of about a pixel.
-    outer = contour(classes.outer * (1 + 0.15 * _draw_normal(random, count, 2, WAVES)), theta)
-    inner = contour(classes.inner * (1 + 0.15 * _draw_normal(random, count, 2, WAVES)), theta) * classes.inner_size
+    outer = contour(shape_classes.outer * (1 + 0.15 * _draw_normal(random, count, 2, WAVES)), theta)
+    inner = (
+        contour(shape_classes.inner * (1 + 0.15 * _draw_normal(random, count, 2, WAVES)), theta)
+        * shape_classes.inner_size
+    )
     sharpness = 0.75 * size * scale
     outer_part = torch.sigmoid((outer - distance) * sharpness)
     inner_part = torch.sigmoid((inner - distance) * sharpness)
 
-    along = x * classes.direction.cos() + y * classes.direction.sin()
+    along = x * shape_classes.direction.cos() + y * shape_classes.direction.sin()
     phase = _draw_uniform(count, 0, 2 * math.pi, random)
-    stripes = classes.depth * torch.sin(classes.frequency * along + phase)
+    stripes = shape_classes.depth * torch.sin(shape_classes.frequency * along + phase)
     brightness = _draw_uniform(count, 0.35, 0.9, random)
     gradient = _draw_uniform(count, -0.2, 0.2, random)
-    shade = brightness * (1 + stripes + classes.tone * inner_part) + gradient * y
+    shade = brightness * (1 + stripes + shape_classes.tone * inner_part) + gradient * y
     values = outer_part * (shade + NOISE * _draw_normal(random, count, size, size))
     return (values.clamp(0, 1) * 255).round().byte().unsqueeze(1)
 

@@ -169,7 +169,7 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
             answers["images"], answers["task"], options.layout, options.encoding, options.decimal, declared
         )
         print(source.summary)
-    text = compose_recipe(**answers, source=source)
+    text = compose_recipe(**answers, inferred_source=source)
     if source is not None:
         check_images(text, source)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ def compose_recipe(
     rounds: str,
     epsilon: str,
     task: str = "",
-    source: "InferredSource | None" = None,
+    inferred_source: "InferredSource | None" = None,
 ) -> str:
     """Return the text of a recipe for the answers to the questions, each as it was typed.
 
@@ -225,7 +225,7 @@ def compose_recipe(
         rounds: Number of rounds.
         epsilon: The ε that training may spend on each image; empty for no privacy.
         task: What is learnt, one of ``TASKS``; empty to infer it.
-        source: How the images are read; None to infer it.
+        inferred_source: How the images are read; None to infer it.
 
     Raises:
         ValueError: If an answer is invalid.
@@ -256,35 +256,35 @@ def compose_recipe(
         if task not in ("", "classes"):
             raise ValueError(f"task={task!r} needs images with {task}, but the digits have classes; pass images")
         return template.render(value_of_field)
-    if source is None:
-        source = read_source(images, task)
-    if source.task == "masks" and epsilon:
+    if inferred_source is None:
+        inferred_source = read_source(images, task)
+    if inferred_source.task == "masks" and epsilon:
         raise ValueError(
             f"epsilon={epsilon!r} cannot be combined with masks: the decoders of segmentation_models_pytorch train "
             "BatchNorm, which mixes the images of a batch; leave epsilon out, or pass a network with GroupNorm in "
             "Python (docs/tasks.md)"
         )
     value_of_field |= {
-        "kind": source.class_name,
-        "options": json.dumps(source.options, ensure_ascii=False),  # JSON is YAML
-        "task": source.task,
-        "unknown_labels": "unknown" in source.options,
-        "blank_labels": "blank" in source.options,
-        "clients": source.has_clients,
-        "image_size": source.image_size,
-        "longer_side": source.longer_side,
-        "public_fraction": 0.25 if source.num_images < FEW_IMAGES else 0.1,
-        "num_clients": max(2, min(10, source.num_images // IMAGES_PER_CLIENT)),
+        "kind": inferred_source.class_name,
+        "options": json.dumps(inferred_source.options, ensure_ascii=False),  # JSON is YAML
+        "task": inferred_source.task,
+        "unknown_labels": "unknown" in inferred_source.options,
+        "blank_labels": "blank" in inferred_source.options,
+        "clients": inferred_source.has_clients,
+        "image_size": inferred_source.image_size,
+        "longer_side": inferred_source.longer_side,
+        "public_fraction": 0.25 if inferred_source.num_images < FEW_IMAGES else 0.1,
+        "num_clients": max(2, min(10, inferred_source.num_images // IMAGES_PER_CLIENT)),
     }
     return template.render(value_of_field)
 
 
-def check_images(recipe: str, source: "InferredSource") -> None:
+def check_images(recipe: str, inferred_source: "InferredSource") -> None:
     """Check a recipe's images as the set-up of a run does, and print its warnings.
 
     Args:
         recipe: Text of the recipe.
-        source: How the images are read. Those that cannot be read were reported, and are left out.
+        inferred_source: How the images are read. Those that cannot be read were reported, and are left out.
 
     Raises:
         ValueError: If training would reject the images.
@@ -299,7 +299,7 @@ def check_images(recipe: str, source: "InferredSource") -> None:
         # Those of the list of images were shown when it was read first.
         warnings.simplefilter("ignore")
         data = division.share_out()
-    broken = {train: _positions_of(source.unreadable_files, division, train) for train in (True, False)}
+    broken = {train: _positions_of(inferred_source.unreadable_files, division, train) for train in (True, False)}
     findings = check_as_training_does(data, data_module.run_options, broken)
     if findings.rejections:
         raise ValueError(

@@ -412,7 +412,7 @@ def _with_baselines(run_record: "RunRecord", baselines: str | None, requested: b
             "--baselines compares scores, but the run is private and its ε does not cover them; add --scores=true, or "
             "leave --baselines out"
         )
-    if not run_record.clients:
+    if not run_record.scores_of_clients:
         raise ValueError("--baselines needs a run with scores of its clients, and this one has none; let it finish")
     file = trained_file
     if baselines == TRAIN_BASELINES:

@@ -30,17 +30,17 @@ _NO_ATTRIBUTE_FORM = (
 )
 
 
-def option_error(message: str, typed: Mapping[str, str], options: list[str]) -> OptionError | None:
+def option_error(message: str, typed: Mapping[str, str], option_names: list[str]) -> OptionError | None:
     """Convert a message about an option; None if it is about something else.
 
     Args:
         message: Message of the parser.
         typed: Options as they were typed, by full name.
-        options: Full names of all options.
+        option_names: Full names of all options.
     """
     return (
         missing_value(message, typed)
-        or unknown_option(message, options)
+        or unknown_option(message, option_names)
         or wrong_type(message, typed)
         or wrong_class(message, typed)
         or wrong_flag(message)
@@ -85,7 +85,7 @@ def rejected_option(error: BaseException) -> OptionError | None:
     return cause
 
 
-def unknown_option(message: str, options: list[str]) -> OptionError | None:
+def unknown_option(message: str, option_names: list[str]) -> OptionError | None:
     """Return the error of an unknown option, with proposals; None if a message is about something else.
 
     >>> str(unknown_option("unrecognized arguments: --lr 1", ["training.lr_local", "training.lr_personal"]))
@@ -102,7 +102,7 @@ def unknown_option(message: str, options: list[str]) -> OptionError | None:
     if parts.get("group"):
         key = f"{parts['group']}.{key}"
     dashes = parts.get("dashes") or ""
-    proposals = [f"{dashes}{name}" for name in propose_options(key, options)]
+    proposals = [f"{dashes}{name}" for name in propose_options(key, option_names)]
     remedy = ""
     if proposals:
         remedy = f"did you mean {' or '.join(proposals)}?"

@@ -413,8 +413,8 @@ class CohortBatch(NamedTuple):
         step: Index of the step within the phase.
         round: Number of the round.
         failed: Clients of whom a sample could not be read, and why.
-        classes: Number (C, K) of each client's training images of each class, without the last classes if no client has
-            them; ``None`` if images have several labels, labels are not all known, or training is private.
+        class_counts: Number (C, K) of each client's training images of each class, without the last classes if no
+            client has them; ``None`` if images have several labels, labels are not all known, or training is private.
         start: Place of the first client in the round's plan.
     """
 
@@ -426,7 +426,7 @@ class CohortBatch(NamedTuple):
     step: int
     round: int = 0
     failed: tuple[tuple[int, str], ...] = ()
-    classes: Tensor | None = None
+    class_counts: Tensor | None = None
     start: int = 0
 
     @property

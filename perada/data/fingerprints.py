@@ -361,17 +361,17 @@ def _changed_clients(old: Sequence[str], new: Sequence[str], client_names: Seque
     return text
 
 
-def training_fingerprint(data: CheckedData, clients: Sequence[int]) -> PartFingerprint:
+def training_fingerprint(checked_data: CheckedData, clients: Sequence[int]) -> PartFingerprint:
     """Hash the training labels and images of some clients, as if the data had no others.
 
     Which images of a client are hashed depends on the number of clients and of all their images, so the hashes of a
     client can be compared only if they were computed among the same clients.
 
     Args:
-        data: The data.
+        checked_data: The data.
         clients: Numbers of the clients, in the order of the hashes.
     """
-    return part_fingerprint(data.train.select(clients))
+    return part_fingerprint(checked_data.train.select(clients))
 
 
 def first_changed_client(previous_part: PartFingerprint, current_part: PartFingerprint) -> int | None:

@@ -108,14 +108,14 @@ class Condition(NamedTuple):
         store: The images, before they are corrupted.
         corruption: Kind of the corruption; empty for none.
         severity: Severity of the corruption.
-        others: Whether a client's model is evaluated on the images of the other clients only.
+        of_other_clients: Whether a client's model is evaluated on the images of the other clients only.
     """
 
     shift: str
     store: Store
     corruption: str = ""
     severity: int = 0
-    others: bool = False
+    of_other_clients: bool = False
 
 
 def as_shifts(options: Mapping[str, ShiftOption]) -> dict[str, Shift | ImageSet]:
@@ -192,7 +192,7 @@ def conditions(shifts: Mapping[str, Shift | ImageSet], checked: CheckedData, siz
                 raise OptionError(
                     f"shifts: {name!r} needs test images of at least two clients; leave it out", name="shifts"
                 )
-            all_conditions.append(Condition(name, checked.test, others=True))
+            all_conditions.append(Condition(name, checked.test, of_other_clients=True))
     return all_conditions
 
 

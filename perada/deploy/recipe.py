@@ -205,7 +205,7 @@ class Recipe:
             logits = (self.teacher_batches(round, public_images).size, *self._shape_of_distilled_logits(public_images))
         is_private = loop.privacy is not None or loop.client_privacy is not None
         contents = Contents(
-            options=loop.secure_sums,
+            secure_sums=loop.secure_sums,
             example=example,
             logits=logits,
             metric_names=() if is_private else tuple(sorted(self.template.opened)),

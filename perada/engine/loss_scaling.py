@@ -205,14 +205,16 @@ class MaskedOptimizer(torch.optim.Optimizer, ABC):
                     self._update_parameter(parameter, gradient, rows.to(parameter), group)
 
     @abstractmethod
-    def _update_parameter(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
+    def _update_parameter(
+        self, parameter: Tensor, gradient: Tensor, rows: Tensor, param_group: dict[str, float]
+    ) -> None:
         """Update a parameter in place.
 
         Args:
             parameter: Stacked parameter (C, ...).
             gradient: Its gradient (C, ...), 0 for clients that skip the step.
             rows: 1 for each client that takes the step and 0 for each other one, (C, 1, ...) in the parameter's dtype.
-            group: Options of the parameter, such as the learning rate.
+            param_group: Options of the parameter, such as the learning rate.
         """
 
 
@@ -222,19 +224,21 @@ class MaskedSGD(MaskedOptimizer):
     def __init__(self, parameters: list[Tensor], lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
-    def _update_parameter(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
-        if group["weight_decay"]:
-            gradient = gradient.addcmul(parameter, rows, value=group["weight_decay"])
-        if group["momentum"]:
+    def _update_parameter(
+        self, parameter: Tensor, gradient: Tensor, rows: Tensor, param_group: dict[str, float]
+    ) -> None:
+        if param_group["weight_decay"]:
+            gradient = gradient.addcmul(parameter, rows, value=param_group["weight_decay"])
+        if param_group["momentum"]:
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             buffer = state["momentum_buffer"]
             # 1 for a client that skips the step, whose buffer stays as it is.
-            decay = 1 - rows * (1 - group["momentum"])
+            decay = 1 - rows * (1 - param_group["momentum"])
             buffer.mul_(decay).add_(gradient)
             gradient = buffer * rows
-        parameter.sub_(gradient, alpha=group["lr"])
+        parameter.sub_(gradient, alpha=param_group["lr"])
 
 
 class MaskedAdam(MaskedOptimizer):
@@ -253,16 +257,18 @@ class MaskedAdam(MaskedOptimizer):
         self.eps = 1e-8
         self.decoupled = decoupled
 
-    def _update_parameter(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
+    def _update_parameter(
+        self, parameter: Tensor, gradient: Tensor, rows: Tensor, param_group: dict[str, float]
+    ) -> None:
         state = self.state[parameter]
         beta1, beta2 = self.betas
         if not state:
             state["step"] = parameter.new_zeros(len(parameter))
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
-        decay = rows * group["weight_decay"]
+        decay = rows * param_group["weight_decay"]
         if self.decoupled:
-            parameter.mul_(1 - decay * group["lr"])
+            parameter.mul_(1 - decay * param_group["lr"])
         else:
             gradient = gradient.addcmul(parameter, decay)
 
@@ -278,7 +284,7 @@ class MaskedAdam(MaskedOptimizer):
         corrected_mean = mean * (rows / (1 - beta1**steps))
         corrected_square = square / (1 - beta2**steps)
         denominator = corrected_square.sqrt().add_(self.eps)
-        parameter.addcdiv_(corrected_mean, denominator, value=-group["lr"])
+        parameter.addcdiv_(corrected_mean, denominator, value=-param_group["lr"])
 
 
 def product_seconds(dtype: torch.dtype) -> float:

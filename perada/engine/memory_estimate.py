@@ -27,16 +27,16 @@ class MemoryEstimate:
     """Bytes that the local steps of a round take at most.
 
     Attributes:
-        weights: The network.
-        states: The trained tensors of all clients that train at a time, their gradients and optimiser states.
-        activations: What a step of these clients keeps for its backward pass.
-        public_logits: Logits of the public images at the server.
+        weight_bytes: The network.
+        state_bytes: The trained tensors of all clients that train at a time, their gradients and optimiser states.
+        activation_bytes: What a step of these clients keeps for its backward pass.
+        public_logit_bytes: Logits of the public images at the server.
     """
 
-    weights: int
-    states: int
-    activations: int
-    public_logits: int = 0
+    weight_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    public_logit_bytes: int = 0
 
     @property
     def total(self) -> int:
@@ -57,12 +57,12 @@ class MemoryEstimate:
             return f"{number / 1e6:,.0f}"
 
         parts = [
-            f"network {megabytes(self.weights)}",
-            f"activations of {num_clients} clients {megabytes(self.activations)}",
-            f"their states and optimisers {megabytes(self.states)}",
+            f"network {megabytes(self.weight_bytes)}",
+            f"activations of {num_clients} clients {megabytes(self.activation_bytes)}",
+            f"their states and optimisers {megabytes(self.state_bytes)}",
         ]
-        if self.public_logits:
-            parts.append(f"public logits {megabytes(self.public_logits)}")
+        if self.public_logit_bytes:
+            parts.append(f"public logits {megabytes(self.public_logit_bytes)}")
         return f"memory of training: about {megabytes(self.total)} MB ({', '.join(parts)})"
 
 

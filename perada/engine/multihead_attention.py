@@ -52,7 +52,7 @@ def run_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    options: AttentionOptions,
+    attention_options: AttentionOptions,
     added: Added | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of a layer; arguments and results are those of ``nn.MultiheadAttention``.
@@ -62,13 +62,13 @@ def run_attention(
         query: Queries, in the layout that the layer's ``batch_first`` gives.
         key: Keys.
         value: Values.
-        options: The other arguments.
+        attention_options: The other arguments.
         added: What an adapter adds to the outputs of the in-projections; None without an adapter.
 
     Returns:
         The output, and the attention weights if they are needed.
     """
-    if options.is_causal and options.attn_mask is None:
+    if attention_options.is_causal and attention_options.attn_mask is None:
         raise RuntimeError("is_causal=True is a hint about attn_mask, which is missing; pass the mask as well")
     is_batched = query.dim() == 3
     to_rows = _rows_first(is_batched, attention.batch_first)
@@ -83,18 +83,18 @@ def run_attention(
     if attention.add_zero_attn:
         keys = F.pad(keys, (0, 0, 0, 1))
         values = F.pad(values, (0, 0, 0, 1))
-    mask = _merged_mask(options, queries, num_keys=keys.shape[1], num_heads=attention.num_heads)
+    mask = _merged_mask(attention_options, queries, num_keys=keys.shape[1], num_heads=attention.num_heads)
     heads, weights = _weigh_values(
         attention,
         _split_heads(queries, attention.num_heads),
         _split_heads(keys, attention.num_heads),
         _split_heads(values, attention.num_heads),
         mask,
-        options.need_weights,
+        attention_options.need_weights,
     )
     out: Tensor = attention.out_proj(heads.transpose(1, 2).flatten(2))
 
-    if weights is not None and options.average_attn_weights:
+    if weights is not None and attention_options.average_attn_weights:
         weights = weights.mean(1)
     if not is_batched:
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -173,21 +173,25 @@ def _split_heads(x: Tensor, num_heads: int) -> Tensor:
     return heads.transpose(1, 2)
 
 
-def _merged_mask(options: AttentionOptions, like: Tensor, num_keys: int, num_heads: int) -> Tensor | None:
+def _merged_mask(attention_options: AttentionOptions, like: Tensor, num_keys: int, num_heads: int) -> Tensor | None:
     """Return the sum of both masks, which is added to the scores (R, H, L, S); None without masks.
 
     Args:
-        options: Arguments with the masks, whose true elements are left out.
+        attention_options: Arguments with the masks, whose true elements are left out.
         like: Tensor with the dtype of the scores and with R rows.
         num_keys: Number S of keys, of which those behind the end of a mask are never left out.
         num_heads: Number H of heads.
     """
-    if options.is_causal and options.key_padding_mask is None and not options.need_weights:
+    if (
+        attention_options.is_causal
+        and attention_options.key_padding_mask is None
+        and not attention_options.need_weights
+    ):
         # torch takes the hint instead of the mask, which leaves out all keys that were added behind the last one.
         allowed = torch.ones(like.shape[1], num_keys, dtype=torch.bool, device=like.device).tril()
         return torch.zeros_like(allowed, dtype=like.dtype).masked_fill_(~allowed, -math.inf)
     merged: Tensor | None = None
-    for mask, is_of_keys in ((options.attn_mask, False), (options.key_padding_mask, True)):
+    for mask, is_of_keys in ((attention_options.attn_mask, False), (attention_options.key_padding_mask, True)):
         if mask is None:
             continue
         if mask.dtype == torch.bool:

@@ -294,7 +294,7 @@ class Chunk:
         width = max(self._counts)
         self._x = batch.x[:, :width]
         self._y = batch.y[:, :width]
-        self._class_counts = batch.classes
+        self._class_counts = batch.class_counts
         self.received = _slice_rows(local_round.received, self.start, stop)
         self.client_state = _rows_of_roles(local_round.client_state, self.start, stop)
         self._finite = torch.ones_like(local_round.is_broken[self._rows])

@@ -318,7 +318,7 @@ def full_gradients(
             leaves = {name: models[name].clone().requires_grad_() for name in sums_of_point}
             with torch.enable_grad():
                 logits = engine.logits(models | leaves, x, counts=batch.counts)
-                losses = client_losses(logits, y, batch.counts, settings.training.task, batch.classes)
+                losses = client_losses(logits, y, batch.counts, settings.training.task, batch.class_counts)
                 # Losses are summed over images, since batches have different sizes.
                 (losses * torch.tensor(batch.counts, device=losses.device)).sum().backward()
             for name, leaf in leaves.items():

@@ -472,8 +472,8 @@ class ShiftedEvaluation:
         federation: Whose models are scored.
         metrics: The metrics.
         everywhere: Clients whose models are scored.
-        others: Whether a client's model is scored only on the images of the other clients, and the global model as if
-            it were each client's, mean over clients.
+        of_other_clients: Whether a client's model is scored only on the images of the other clients, and the global
+            model as if it were each client's, mean over clients.
         both_models: Predicts with both models of a client, which is then scored too; None not to.
 
     Attributes:
@@ -486,15 +486,15 @@ class ShiftedEvaluation:
         federation: Federation,
         metrics: Sequence[Metric],
         everywhere: Sequence[int],
-        others: bool = False,
+        of_other_clients: bool = False,
         both_models: BothModels | None = None,
     ) -> None:
         self.federation = federation
         self.everywhere = everywhere
-        self.others = others
+        self.others = of_other_clients
         task = federation.settings.training.task
         # The global model is scored once, or as the model of each client.
-        self._global_places = range(federation.num_clients if others else 1)
+        self._global_places = range(federation.num_clients if of_other_clients else 1)
         self._personal = Scores(metrics, task, num_models=len(everywhere))
         self._global = Scores(metrics, task, num_models=len(self._global_places))
 

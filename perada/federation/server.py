@@ -356,7 +356,7 @@ class Server:
             secure = SecureTeachers(self.settings.secure_sums, teachers, context.logit_sum)
         return Distiller(
             engine=self.engine,
-            options=self.settings.distillation,
+            distillation=self.settings.distillation,
             parameters=self.tensor_names.parameters,
             server_data=context.server_data,
             round=DistillationRound(

@@ -49,20 +49,20 @@ class ComparedMap:
     """A tensor whose statistics images are compared by: the output of a frozen layer, or the pixels.
 
     Attributes:
-        layer: Path of the layer in the model; None for the pixels.
+        layer_path: Path of the layer in the model; None for the pixels.
         position_axes: Axes of positions in the tensor (B, ...) of a batch. The other axes are images and channels.
         num_positions: Number of positions, of which a single one has no deviation.
     """
 
-    layer: str | None
+    layer_path: str | None
     position_axes: tuple[int, ...]
     num_positions: int
 
     @classmethod
-    def of(cls, layer: str | None, shape: torch.Size, axes: tuple[int, ...]) -> "ComparedMap":
+    def of(cls, layer_path: str | None, shape: torch.Size, axes: tuple[int, ...]) -> "ComparedMap":
         """Return the map of a layer, given the shape (...) of its output for one image, and the axes of positions."""
         num_positions = math.prod(shape[axis - 1] for axis in axes)
-        return cls(layer, axes, num_positions)
+        return cls(layer_path, axes, num_positions)
 
 
 class ImageStatistics:

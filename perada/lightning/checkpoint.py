@@ -222,11 +222,11 @@ def remap_clients(saved: dict[str, Any], data: FederatedDataModule, allowed: Seq
     if ALLOW_CLIENTS not in allowed or former_count == data.num_clients:
         return saved
     former_names: Sequence[int | str] | None = saved["info"].get("clients")
-    names: Sequence[int | str] | None = data.client_names
-    if former_names is None or names is None:
+    client_names: Sequence[int | str] | None = data.client_names
+    if former_names is None or client_names is None:
         former_names = range(former_count)
-        names = range(data.num_clients)
-    number_of = {name: number for number, name in enumerate(names)}
+        client_names = range(data.num_clients)
+    number_of = {name: number for number, name in enumerate(client_names)}
     former_sizes = saved["belongs"]["clients' numbers of images"]
     new_numbers = []
     for name, former_size in zip(former_names, former_sizes, strict=True):

@@ -149,7 +149,7 @@ def check_first_images(context: RunContext, images: Tensor) -> None:
         examples["public images"] = data.public_images(first)
     for condition in data.conditions:
         # Corruptions and label shifts are made of the clients' own test images.
-        is_other_set = not (condition.corruption or condition.others)
+        is_other_set = not (condition.corruption or condition.of_other_clients)
         if is_other_set:
             image, _ = condition.store.take(first, first)
             examples[f"images of the shift {condition.shift!r}"] = data.prepare(image)

@@ -57,14 +57,14 @@ def choose_checkpointing(context: RunContext, image: Tensor, images_in_step: int
     return True
 
 
-def estimate_memory(context: RunContext, image: Tensor, images_in_step: int, clients: int) -> MemoryEstimate | None:
+def estimate_memory(context: RunContext, image: Tensor, images_in_step: int, num_clients: int) -> MemoryEstimate | None:
     """Estimate what the local steps of clients that train at a time take.
 
     Args:
         context: The run.
         image: A prepared image (channels, height, width).
         images_in_step: Number of images of a client in a step, those of each model counted.
-        clients: Number of clients that train at a time.
+        num_clients: Number of clients that train at a time.
 
     Returns:
         The estimate; None if the activations cannot be counted.
@@ -85,12 +85,12 @@ def estimate_memory(context: RunContext, image: Tensor, images_in_step: int, cli
         for key, value in state.items():
             if key not in tensor_names.merged:
                 state_bytes += value.nbytes * (1 + copies if key in tensor_names.parameters else 1)
-    clients_in_pass = clients if engine.runs_together else 1
+    clients_in_pass = num_clients if engine.runs_together else 1
     return MemoryEstimate(
-        weights=network_bytes(engine),
-        states=clients * state_bytes,
-        activations=activations.of(clients_in_pass * images_in_step),
-        public_logits=public_logit_bytes(context, image),
+        weight_bytes=network_bytes(engine),
+        state_bytes=num_clients * state_bytes,
+        activation_bytes=activations.of(clients_in_pass * images_in_step),
+        public_logit_bytes=public_logit_bytes(context, image),
     )
 
 

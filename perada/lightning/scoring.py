@@ -139,7 +139,7 @@ def score_shifts(context: RunContext) -> bool:
     condition_scores: list[_ConditionScores] = []
     for condition in context.progress_bar(data.conditions, "Shifts"):
         evaluation = ShiftedEvaluation(
-            context.federation, module.metrics, module.everywhere, condition.others, module.both
+            context.federation, module.metrics, module.everywhere, condition.of_other_clients, module.both
         )
         context.evaluate(data.shift_loader(condition), limit, evaluation.step)
         by_metric = evaluation.result()

@@ -80,7 +80,7 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
     data.use_features(None)
     configure_rounds(context, protection)
     batch = _first_batch(context)
-    if settings.algorithm.needs_class_counts and batch.classes is None and trains:
+    if settings.algorithm.needs_class_counts and batch.class_counts is None and trains:
         raise no_counts(settings.algorithm)
     check_first_batch(context, batch, trains)
     if trains:

@@ -27,14 +27,14 @@ PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weigh
 def _run_adapted(
     layer: Any,  # noqa: ANN401  # one of the classes below
     inputs: tuple[Tensor, Tensor, Tensor],
-    options: AttentionOptions,
+    attention_options: AttentionOptions,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the attention inside a layer of LoRA, with what the layer and those in it add to its projections.
 
     Args:
         layer: The outermost layer.
         inputs: Queries, keys and values.
-        options: The other arguments of the attention.
+        attention_options: The other arguments of the attention.
     """
     layer_of_weight: dict[str, Any] = {}
     # PEFT wraps an attention once for each of its adapted weights. get_base_layer() would return the original, which a
@@ -47,7 +47,7 @@ def _run_adapted(
     def added(name: str, x: Tensor) -> Tensor | None:
         return _product_with(layer_of_weight[name], x) if name in layer_of_weight else None
 
-    return run_attention(attention, *inputs, options, added)
+    return run_attention(attention, *inputs, attention_options, added)
 
 
 def _product_with(layer: Any, x: Tensor) -> Tensor | None:  # noqa: ANN401  # its dictionaries have no types

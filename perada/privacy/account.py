@@ -271,7 +271,7 @@ class Account(Budget):
     amplification by the draw applies.
 
     Args:
-        options: The section ``privacy``.
+        privacy: The section ``privacy``.
         sizes: Numbers of training images of the M clients.
         batch_size: Images in a batch.
         round_queries: Training of each client in a round.
@@ -291,14 +291,14 @@ class Account(Budget):
 
     def __init__(
         self,
-        options: Privacy,
+        privacy: Privacy,
         sizes: Sequence[int],
         batch_size: BatchSize,
         round_queries: QueryPlan,
         tuning_queries: QueryPlan | None = None,
         planned: CountRemainingRounds | None = None,
     ) -> None:
-        super().__init__(options, planned)
+        super().__init__(privacy, planned)
         self.sizes = tuple(sizes)
         self.batch_size = batch_size
         self._round_queries = round_queries
@@ -313,12 +313,12 @@ class Account(Budget):
                 name="privacy: ledger",
                 value="server",
             )
-        if options.target_epsilon is not None:
-            self.noise_multipliers = self._calibrate_noise(options.target_epsilon)
+        if privacy.target_epsilon is not None:
+            self.noise_multipliers = self._calibrate_noise(privacy.target_epsilon)
         else:
             # The options require one of the two.
-            assert options.noise_multiplier is not None
-            self.noise_multipliers = [float(options.noise_multiplier)] * len(self.sizes)
+            assert privacy.noise_multiplier is not None
+            self.noise_multipliers = [float(privacy.noise_multiplier)] * len(self.sizes)
         self.least_noise = list(self.noise_multipliers)
         self._check_first_round()
 

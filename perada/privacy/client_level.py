@@ -205,7 +205,7 @@ class ClientLevel(Budget):
     """Client-level privacy of a run: makes each round's updates private and accounts for the cost.
 
     Args:
-        options: The section ``client_privacy``.
+        client_privacy: The section ``client_privacy``.
         seed: Seed of the run, from which the noise is derived in the test mode.
         num_clients: Smallest number of clients in a round.
         rounds: Number of rounds in which a client takes part, for which the noise of a target ε is calibrated.
@@ -227,23 +227,25 @@ class ClientLevel(Budget):
 
     def __init__(
         self,
-        options: ClientPrivacy,
+        client_privacy: ClientPrivacy,
         seed: int,
         num_clients: int,
         rounds: int = 0,
         planned: CountRemainingRounds | None = None,
         secure_sums: SecureSums | None = None,
     ) -> None:
-        super().__init__(options, planned)
+        super().__init__(client_privacy, planned)
         self.sums = secure_sums
         self.hidden = secure_sums is not None
-        self.norm = options.max_norm
-        self.noise_multiplier = options.noise_multiplier or 0.0
+        self.norm = client_privacy.max_norm
+        self.noise_multiplier = client_privacy.noise_multiplier or 0.0
         self._seed = seed
-        self._count_std = num_clients / 20 if options.count_noise is None else options.count_noise
-        if options.target_epsilon is not None:
+        self._count_std = num_clients / 20 if client_privacy.count_noise is None else client_privacy.count_noise
+        if client_privacy.target_epsilon is not None:
             self.check_planned(rounds > 0)
-            self.noise_multiplier = calibrate(options.target_epsilon, options.delta, 1.0, rounds, options.accountant)
+            self.noise_multiplier = calibrate(
+                client_privacy.target_epsilon, client_privacy.delta, 1.0, rounds, client_privacy.accountant
+            )
         # Both are called for their errors: the first rejects too little noise of the count, the second a coarse grid.
         self._noise_split()
         if secure_sums is not None:

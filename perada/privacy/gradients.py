@@ -114,7 +114,7 @@ class SampleGradients:
     training engine require it. The engine's own model is not changed.
 
     Args:
-        options: The section ``privacy``, with the clipping bound, the method and the engine.
+        privacy: The section ``privacy``, with the clipping bound, the method and the engine.
         engine: Engine that runs the model in training.
         task: Computes the loss of an image.
 
@@ -126,7 +126,7 @@ class SampleGradients:
             blocks.
     """
 
-    def __init__(self, options: Privacy, engine: Engine, task: Task) -> None:
+    def __init__(self, privacy: Privacy, engine: Engine, task: Task) -> None:
         if engine.is_recomputing:
             raise OptionError(
                 "checkpointing=True saves no memory in private training, which keeps the inputs of trained layers for "
@@ -135,10 +135,10 @@ class SampleGradients:
                 name="checkpointing",
                 value=True,
             )
-        self.options = options
+        self.options = privacy
         self.engine = engine
         self.task = task
-        engine_kind: str = options.engine
+        engine_kind: str = privacy.engine
         if engine_kind == "auto":
             engine_kind = engine.kind
         self.one_by_one = engine_kind != "folded"

@@ -63,12 +63,12 @@ class BothModelsNetwork(nn.Module):
         # Outputs of frozen layers in the current pass, by path.
         self._outputs: dict[str, Tensor] = {}
         for compared in self._compared_maps:
-            if compared.layer is not None:
-                members[0].get_submodule(compared.layer).register_forward_hook(
-                    partial(self._record_output, compared.layer)
+            if compared.layer_path is not None:
+                members[0].get_submodule(compared.layer_path).register_forward_hook(
+                    partial(self._record_output, compared.layer_path)
                 )
-                personal.get_submodule(compared.layer).register_forward_hook(
-                    partial(self._repeat_output, compared.layer)
+                personal.get_submodule(compared.layer_path).register_forward_hook(
+                    partial(self._repeat_output, compared.layer_path)
                 )
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ class BothModelsNetwork(nn.Module):
         shared = self.shared(images)
         statistics: list[Tensor] = []
         for compared in self._compared_maps:
-            output = images if compared.layer is None else self._outputs[compared.layer]
+            output = images if compared.layer_path is None else self._outputs[compared.layer_path]
             statistics.append(statistics_of_map(output, compared.position_axes))
         personal = self.personal(images)
         self._outputs.clear()
@@ -101,14 +101,14 @@ class BothModelsNetwork(nn.Module):
         nearest = distances.topk(self._neighbors, dim=1, largest=False).values
         return nearest.amax(1) <= self.threshold
 
-    def _record_output(self, layer: str, module: nn.Module, inputs: object, output: Tensor) -> None:
+    def _record_output(self, layer_path: str, module: nn.Module, inputs: object, output: Tensor) -> None:
         """Keep the output of a layer of the global model, as a hook of its forward pass."""
         # A copy, since a model may change the output in place.
-        self._outputs[layer] = output.clone()
+        self._outputs[layer_path] = output.clone()
 
-    def _repeat_output(self, layer: str, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    def _repeat_output(self, layer_path: str, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         """Return the output of the same layer of the global model, as a hook of the personal model."""
-        return self._outputs[layer].clone()
+        return self._outputs[layer_path].clone()
 
 
 def _share_equal_tensors(model: nn.Module, other: nn.Module) -> None:

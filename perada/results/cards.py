@@ -477,14 +477,14 @@ def protection(record: Record | None, client: int | None) -> str:
     return _render_privacy("protection", record or {}, client)
 
 
-def _largest_of_others(level: str, content: Record, client: int | None) -> float | None:
+def _largest_of_others(level: str, privacy_record: Record, client: int | None) -> float | None:
     """Return the largest ε of all other clients; None if there are none."""
     # Only what a client sent can reach another client's adapter.
     ledger = "server" if level == "sample" else "epsilon"
-    values = content[ledger]
+    values = privacy_record[ledger]
     others = [float(value) for other, value in enumerate(values) if other != client]
-    if "others" in content:
-        others.append(float(content["others"]))
+    if "others" in privacy_record:
+        others.append(float(privacy_record["others"]))
     return max(others, default=None)
 
 

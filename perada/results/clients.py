@@ -62,10 +62,10 @@ def _edit_metric(name: str, value: Any, edit: EditList) -> Any:  # noqa: ANN401 
 def _without_client(metrics: Mapping[str, Any], client: int) -> dict[str, Any]:
     """Return the metrics with NaN or zeros in place of a client's values, except for its ε."""
 
-    def clear(name: str, entries: list[Any], empty: object) -> list[Any]:
+    def clear(name: str, values_of_clients: list[Any], empty: object) -> list[Any]:
         if name.startswith("clients/privacy/"):
-            return entries
-        return [*entries[:client], empty, *entries[client + 1 :]]
+            return values_of_clients
+        return [*values_of_clients[:client], empty, *values_of_clients[client + 1 :]]
 
     cleared = _edit_client_lists(metrics, clear)
     # The calibration of predictions is that of all images together.
@@ -204,10 +204,10 @@ def forget(folder: Path, client: int | str) -> int:
     client_folder = folder / f"client_{number}"
     prefix = f"{client_folder.name}/"
     saved.files = {name: digest for name, digest in saved.files.items() if not name.startswith(prefix)}
-    saved.states = _write_without(folder, saved.states, number)
+    saved.state_index = _write_without(folder, saved.state_index, number)
     write_run(folder, saved)
     if saved.layout == "states":
-        delete_unlisted(folder, saved.states)
+        delete_unlisted(folder, saved.state_index)
     else:
         shutil.rmtree(client_folder, ignore_errors=not client_folder.exists())
     return number
@@ -235,7 +235,7 @@ def _delete_forgotten(folder: Path, saved: RunFile) -> list[int]:
     """Delete the files that an interrupted :func:`forget` left, and return the numbers of their clients."""
     forgotten: list[int] = list(saved.info.get("forgotten", []))
     if saved.layout == "states":
-        deleted_files = delete_unlisted(folder, saved.states)
+        deleted_files = delete_unlisted(folder, saved.state_index)
         return forgotten if deleted_files else []
     deleted = []
     for number in forgotten:

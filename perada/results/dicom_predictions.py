@@ -319,19 +319,21 @@ def _segment_items(classes: Sequence[str], model: ModelName) -> list[dict[str, A
     return segments
 
 
-def _add_geometry(segmentation: "Dataset", header: "Dataset") -> None:
+def _add_geometry(segmentation: "Dataset", source_header: "Dataset") -> None:
     """Add the size and the orientation of the images, as far as they are known."""
     shared: dict[str, Any] = {}
-    if "PixelSpacing" in header:
-        measures = {"PixelSpacing": header.PixelSpacing}
-        if header.get("SliceThickness"):
-            measures["SliceThickness"] = header.SliceThickness
+    if "PixelSpacing" in source_header:
+        measures = {"PixelSpacing": source_header.PixelSpacing}
+        if source_header.get("SliceThickness"):
+            measures["SliceThickness"] = source_header.SliceThickness
         shared["PixelMeasuresSequence"] = _make_sequence(measures)
-    if "ImageOrientationPatient" in header:
-        shared["PlaneOrientationSequence"] = _make_sequence({"ImageOrientationPatient": header.ImageOrientationPatient})
+    if "ImageOrientationPatient" in source_header:
+        shared["PlaneOrientationSequence"] = _make_sequence(
+            {"ImageOrientationPatient": source_header.ImageOrientationPatient}
+        )
     segmentation.SharedFunctionalGroupsSequence = _make_sequence(shared)
-    if "FrameOfReferenceUID" in header:
-        segmentation.FrameOfReferenceUID = header.FrameOfReferenceUID
+    if "FrameOfReferenceUID" in source_header:
+        segmentation.FrameOfReferenceUID = source_header.FrameOfReferenceUID
         segmentation.PositionReferenceIndicator = ""
 
 
@@ -384,9 +386,11 @@ def _functional_groups(source: _Source, segment: int, place: int) -> dict[str, A
     return groups
 
 
-def _mask_of(labels: Tensor, header: "Dataset") -> np.ndarray[Any, np.dtype[np.int64]]:
+def _mask_of(labels: Tensor, source_header: "Dataset") -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return a predicted mask (H, W) in the size of its image."""
-    mask: np.ndarray[Any, np.dtype[np.int64]] = resize_masks(labels, (header.Rows, header.Columns)).cpu().numpy()
+    mask: np.ndarray[Any, np.dtype[np.int64]] = (
+        resize_masks(labels, (source_header.Rows, source_header.Columns)).cpu().numpy()
+    )
     return mask
 
 
@@ -405,13 +409,13 @@ def _describe_predictions(predictions: Predictions) -> list[tuple[str, str]]:
 
 
 def _make_report(
-    source: _Source, words: tuple[str, str], model: ModelName, series_of_study: dict[str, str]
+    source: _Source, prediction_texts: tuple[str, str], model: ModelName, series_of_study: dict[str, str]
 ) -> "Dataset":
     """Return the report on an image.
 
     Args:
         source: The image.
-        words: Its prediction and the probabilities, in words.
+        prediction_texts: Its prediction and the probabilities, in words.
         model: The model.
         series_of_study: Series of the reports by study, to which a new study's is added.
     """
@@ -432,22 +436,22 @@ def _make_report(
     }
     study_items = {"StudyInstanceUID": header.StudyInstanceUID, "ReferencedSeriesSequence": _make_sequence(series)}
     report.CurrentRequestedProcedureEvidenceSequence = _make_sequence(study_items)
-    prediction, probabilities = words
-    texts = [
+    prediction, probabilities = prediction_texts
+    text_of_concept = [
         (_code_sequence("121071", "DCM", "Finding"), prediction),
         (_code_sequence("PROBABILITIES", _OWN_SCHEME, "Probabilities"), probabilities),
         (_code_sequence("111001", "DCM", "Algorithm Name"), model.name),
         (_code_sequence("111003", "DCM", "Algorithm Version"), model.version),
     ]
     content = []
-    for concept, words_of_concept in texts:
-        if words_of_concept:
+    for concept, concept_text in text_of_concept:
+        if concept_text:
             content.append(
                 {
                     "RelationshipType": "CONTAINS",
                     "ValueType": "TEXT",
                     "ConceptNameCodeSequence": concept,
-                    "TextValue": words_of_concept,
+                    "TextValue": concept_text,
                 }
             )
     image = {"RelationshipType": "CONTAINS", "ValueType": "IMAGE", "ReferencedSOPSequence": _make_sequence(reference)}

@@ -397,9 +397,9 @@ def preprocessing_for(run: Models, client: int | str | None) -> Preprocessing:
     return run.preprocessing.of_client(names[number] if names else str(number))
 
 
-def _reject_medical(images: Sequence[PlacedImage], preprocessing: Preprocessing) -> None:
+def _reject_medical(placed_images: Sequence[PlacedImage], preprocessing: Preprocessing) -> None:
     """Raise an OptionError if some images are medical files, which have a window only as those of a client."""
-    for placed in images:
+    for placed in placed_images:
         if isinstance(placed.image, str | Path) and known_kinds([str(placed.image)]) != [None]:
             preprocessing.medical.of_client(None)
 

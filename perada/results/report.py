@@ -284,13 +284,13 @@ def scores_beside(means: Iterable[Mapping[str, float]], test_images: Iterable[in
     return names
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left_columns: int = 1) -> str:
+def table(column_titles: Sequence[str], rows: Sequence[Sequence[str]], left_columns: int = 1) -> str:
     """Lay out a Markdown table.
 
     Control characters and column separators in cells are replaced, since names may come from anyone's file.
 
     Args:
-        header: Titles of the columns.
+        column_titles: Titles of the columns.
         rows: Cells of each row.
         left_columns: Number of columns, from the first, that are aligned left. The others are aligned right.
 
@@ -302,11 +302,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left_columns: in
     # Not by tabulate (0.10): its format `github` does not align numbers right in rendered Markdown, its `pipe` pads the
     # titles of narrow columns, and the cells of both would have to be cleaned here all the same.
     all_rows = []
-    for row in (header, *rows):
+    for row in (column_titles, *rows):
         all_rows.append([printable(text).replace("|", "¦") for text in row])
     widths = []
     rules = []
-    for column in range(len(header)):
+    for column in range(len(column_titles)):
         longest = max(len(row[column]) for row in all_rows)
         # Markdown needs three characters for a rule, of which a colon at its end aligns the column right.
         if column < left_columns:

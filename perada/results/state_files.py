@@ -83,7 +83,7 @@ def _write_file(path: Path, num_rows: int, like: State, states: Iterable[State],
     layout = _stacked_layout(like, num_rows)
     digests = []
     with writing(path), path.open("wb") as file:
-        file.write(layout.header)
+        file.write(layout.header_bytes)
         written = 0
         buffer: list[State] = []
         for state in states:
@@ -104,11 +104,11 @@ class _FileLayout:
     """Where the parts of a file are.
 
     Attributes:
-        header: The file's first bytes.
+        header_bytes: The file's first bytes.
         starts: Position in the file of each tensor's first byte.
     """
 
-    header: bytes
+    header_bytes: bytes
     starts: dict[str, int]
 
 

@@ -131,26 +131,26 @@ class Updates:
         """Return updates in which every client has sent the same ``state``, which has no client axis."""
         return self.replace(expand(state, len(self.places)))
 
-    def part(self, rows: Sequence[int], without: Collection[str] = ()) -> "Updates":
+    def part(self, positions: Sequence[int], without: Collection[str] = ()) -> "Updates":
         """Return the updates of some clients.
 
         Args:
-            rows: Positions of the clients among all C, in the order of the result.
+            positions: Positions of the clients among all C, in the order of the result.
             without: Names of tensors to leave out.
         """
         index_of = {place: index for index, place in enumerate(self.places)}
         # These are the positions of this rank's clients among the selected ones, and their indices in the stack.
         places = []
         indices = []
-        for place, row in enumerate(rows):
-            if row in index_of:
+        for place, position in enumerate(positions):
+            if position in index_of:
                 places.append(place)
-                indices.append(index_of[row])
+                indices.append(index_of[position])
         selected = {name: value for name, value in self.local_rows.items() if name not in without}
         is_everyone = indices == list(range(len(self.places)))
         if not is_everyone:
             selected = gather(selected, indices)
-        return Updates(selected, places, len(rows), self.ranks)
+        return Updates(selected, places, len(positions), self.ranks)
 
     def completed(self, state: State) -> "Updates":
         """Return the updates with the tensors of ``state`` (no client axis) for names that clients did not send."""

@@ -404,7 +404,7 @@ class Distiller:
 
     Attributes:
         engine: Engine that runs the models.
-        options: Options of the distillation. In a round that is not distilled, the student is returned unchanged.
+        distillation: Options of the distillation. In a round that is not distilled, the student is returned unchanged.
         parameters: Names of the tensors to train.
         server_data: The server's images.
         round: Inputs of the current round.
@@ -415,7 +415,7 @@ class Distiller:
     """
 
     engine: Engine
-    options: Distillation
+    distillation: Distillation
     parameters: tuple[str, ...]
     server_data: ServerData
     round: DistillationRound = field(default_factory=DistillationRound)
@@ -452,7 +452,7 @@ class Distiller:
         teacher_updates = self._teachers_as_updates(teachers)
         scales = self.scales.open("student", 1, device)
         refined = None
-        if self.options.active(self.round.index) and not self._is_only_teacher(student, teacher_updates):
+        if self.distillation.active(self.round.index) and not self._is_only_teacher(student, teacher_updates):
             refined = self._refine_student(
                 student,
                 teacher_updates,
@@ -467,7 +467,7 @@ class Distiller:
         if not is_finite(student if refined is None else refined):
             self.report.diverged = True
             refined = None
-        if self.options.guard is not None and self.options.active(self.round.index):
+        if self.distillation.guard is not None and self.distillation.active(self.round.index):
             self.report.add("server/distilled", float(refined is not None))
         return student if refined is None else refined
 
@@ -514,7 +514,7 @@ class Distiller:
             previous: As in :meth:`__call__`.
             scales: Loss scales in float16; ``None`` in other precisions.
         """
-        options = self.options
+        options = self.distillation
         indices = self.server_data.public_indices(self.round.index, options.steps, options.batch_size)
         batches = TeacherBatches.of_steps(indices, options, self.engine)
         logit_sum = self._logit_sum(teachers, student, batches)
@@ -542,7 +542,7 @@ class Distiller:
                 average_from=average_from,
                 scales=scales,
                 total_rows=rows if shares_steps else None,
-                names=trained,
+                trained_names=trained,
                 region=region,
             )
         # Some GPU kernels are not deterministic, so that ranks may differ in the last bits.
@@ -678,7 +678,7 @@ class Distiller:
         average_from: float | None = None,
         scales: LossScales | None = None,
         total_rows: int | None = None,
-        names: Collection[str] | None = None,
+        trained_names: Collection[str] | None = None,
         region: TrustRegion | None = None,
     ) -> State:
         """Train the student on the teachers' logits.
@@ -690,15 +690,15 @@ class Distiller:
             scales: Loss scales in float16; ``None`` in other precisions.
             total_rows: Number of images of a step on all ranks, if ranks share the steps. Gradients are then summed
                 over the ranks, which is a collective in each step.
-            names: Names of the parameters to train; ``None`` for all.
+            trained_names: Names of the parameters to train; ``None`` for all.
             region: Trust region into which states are moved before they are scored or returned; ``None`` for no limit.
 
         Returns:
             The state after the last step or, with validation, the best of the states that were scored.
         """
-        options = self.options
+        options = self.distillation
         state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
-        candidates = state if names is None else names
+        candidates = state if trained_names is None else trained_names
         trained = {key: state[key].requires_grad_() for key in self.parameters if key in candidates}
         leaves = list(trained.values())
         optimizer = options.make_optimizer(leaves, masked=scales is not None)
@@ -757,7 +757,7 @@ class Distiller:
             scales: Loss scales in float16; ``None`` in other precisions.
             streams: Random streams of the step, for dropout.
         """
-        training = self.options.student_mode == "train"
+        training = self.distillation.student_mode == "train"
         if scales is None:
             return self.engine.logits(state, images.unsqueeze(0), training=training, streams=streams)[0]
         scaled = scales.enter(state, STUDENT)
@@ -767,14 +767,14 @@ class Distiller:
     def _first_averaged_step(self, average_from: float | None) -> int:
         """Return the first step, counted from 0, whose state is averaged; after the last step if there is none."""
         if average_from is None:
-            return self.options.steps
+            return self.distillation.steps
         # The product is rounded before ceil(), since products such as 0.3 · 10 may exceed an integer in floating point.
-        return math.ceil(round(average_from * self.options.steps, 9))
+        return math.ceil(round(average_from * self.distillation.steps, 9))
 
     def _is_validated(self, step: int) -> bool:
         """Return whether the student is scored after a step, counted from 0."""
         steps_taken = step + 1
-        return steps_taken % self.options.validate_every == 0 or steps_taken == self.options.steps
+        return steps_taken % self.distillation.validate_every == 0 or steps_taken == self.distillation.steps
 
 
 class _LogitSum(NamedTuple):

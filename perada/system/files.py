@@ -91,15 +91,15 @@ def check_owner_only(file: Path) -> None:
         )
 
 
-def _other_members(group: int) -> set[int]:
+def _other_members(group_id: int) -> set[int]:
     """Return the ids of the accounts in a group, except for those of root and this process."""
     import grp  # only on POSIX systems
     import pwd
 
     accounts = pwd.getpwall()
-    members = {account.pw_uid for account in accounts if account.pw_gid == group}
+    members = {account.pw_uid for account in accounts if account.pw_gid == group_id}
     try:
-        names = grp.getgrgid(group).gr_mem
+        names = grp.getgrgid(group_id).gr_mem
     except KeyError:
         # A number without a name, such as an fsGroup, lists no accounts.
         names = []

@@ -471,13 +471,13 @@ class Task(ABC):
 
     def __repr__(self) -> str:
         """Return the class and the options that were set."""
-        options: list[str] = []
+        set_options: list[str] = []
         if is_dataclass(self):
             for field in fields(self):
                 value = getattr(self, field.name)
                 if value != field.default:
-                    options.append(f"{field.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(options)})"
+                    set_options.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(set_options)})"
 
     def record(self) -> dict[str, Any]:
         """Return name and options as JSON, from which :func:`make_task` creates the task.

@@ -316,12 +316,12 @@ def make_levels(
         drawn: The settings of :func:`make_candidates`. One that is among them already keeps its number.
     """
     own = adapter_of_recipe(cli)
-    options: list[AdapterOption | None] = [*cheapest_first(adapters)]
+    adapter_options: list[AdapterOption | None] = [*cheapest_first(adapters)]
     if own is None and own_fits:
-        options.append(None)
+        adapter_options.append(None)
     levels = []
     all_candidates = list(drawn)
-    for option in options:
+    for option in adapter_options:
         candidates = []
         for factor, strength in SETTINGS_OF_LEVEL:
             point = {} if option is None or option == own else option.point()

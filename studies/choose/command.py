@@ -149,7 +149,7 @@ def _search_and_write(
             methods=methods,
             largest_plan=plan,
             results=results,
-            state=state,
+            search_state=state,
             carry_out=carry_out,
             names=cli.datamodule.client_names or (),
         )
@@ -300,7 +300,7 @@ def _keep_strength(cli: ConfiguredRun, method: str) -> list[str]:
     return [f"{method}:{PROX_STRENGTH}={strength}"]
 
 
-def _hand_over(make_cli: MakeCLI, search: Search, folder: Path, counts: ImageCounts, interrupted: bool) -> None:
+def _hand_over(make_cli: MakeCLI, search: Search, folder: Path, image_counts: ImageCounts, interrupted: bool) -> None:
     """Write the recipes and the page, and print the advice."""
     print()
     chosen = search.chosen
@@ -313,7 +313,7 @@ def _hand_over(make_cli: MakeCLI, search: Search, folder: Path, counts: ImageCou
     for scores in search.best_of_method.values():
         if scores.candidate in search.finalists:
             _write_recipe(make_cli, search, folder / "recipes" / f"{scores.candidate.method}.yaml", scores)
-    shown = write_search_page(folder, search, counts, interrupted)
+    shown = write_search_page(folder, search, image_counts, interrupted)
     print(f"{shown}\n\nRecipe: {folder / BEST}; run it with: perada fit --config {folder / BEST}")
     print(f"Page with everything that was tried, and a paragraph for an e-mail: {folder / PAGE}")
 

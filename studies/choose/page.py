@@ -47,13 +47,13 @@ def find_second(search: Search, chosen: HeldOutScores) -> HeldOutScores | None:
     return best_of([scores for scores in search.best_of_method.values() if scores.candidate.method != method])
 
 
-def write_search_page(folder: Path, search: Search, counts: ImageCounts, interrupted: bool) -> str:
+def write_search_page(folder: Path, search: Search, image_counts: ImageCounts, interrupted: bool) -> str:
     """Write the page and its figures.
 
     Args:
         folder: Folder of the search.
         search: The search, which has chosen a setting.
-        counts: Numbers of images.
+        image_counts: Numbers of images.
         interrupted: Whether the search was ended before it was done.
 
     Returns:
@@ -76,10 +76,10 @@ def write_search_page(folder: Path, search: Search, counts: ImageCounts, interru
         parts += ["## Verdict on the test images", judgement]
         shown.append(judgement)
     parts += _draw_figures(folder, comparison, chosen, second)
-    parts += ["## To paste into an e-mail", _format_email(search, counts, comparison, metric)]
+    parts += ["## To paste into an e-mail", _format_email(search, image_counts, comparison, metric)]
     parts += ["## What the methods do", _describe_methods(search)]
     parts += ["## What was tried", *_describe_trials(search, chosen)]
-    parts += ["## How it was done", _describe_procedure(search, counts)]
+    parts += ["## How it was done", _describe_procedure(search, image_counts)]
     parts += ["## Files", _describe_files()]
     text = printable_lines("\n\n".join(parts))
     (folder / PAGE).write_text(f"{text}\n", encoding="utf-8")
@@ -129,7 +129,7 @@ def _draw_figures(
     return parts
 
 
-def _format_email(search: Search, counts: ImageCounts, comparison: Comparison | None, metric: str) -> str:
+def _format_email(search: Search, image_counts: ImageCounts, comparison: Comparison | None, metric: str) -> str:
     """Return the paragraph for an e-mail as a quotation."""
     chosen = search.chosen
     assert chosen is not None and search.plan is not None
@@ -138,9 +138,9 @@ def _format_email(search: Search, counts: ImageCounts, comparison: Comparison | 
         chosen,
         find_second(search, chosen),
         metric=metric,
-        num_clients=counts.num_clients,
-        num_train=counts.train,
-        num_test=counts.test,
+        num_clients=image_counts.num_clients,
+        num_train=image_counts.train,
+        num_test=image_counts.test,
         rounds=search.plan.rounds,
     )
     return f"> {text}"
@@ -242,25 +242,26 @@ def _score_cell(search: Search, records: Sequence[Record]) -> str:
     return unit_of(record).number(scores.mean)
 
 
-def _describe_procedure(search: Search, counts: ImageCounts) -> str:
+def _describe_procedure(search: Search, image_counts: ImageCounts) -> str:
     """Return the procedure with its limits."""
     plan = search.plan
     lines = [
-        f"{counts.num_clients} clients with {counts.train} training images and {counts.test} test images.",
+        f"{image_counts.num_clients} clients with {image_counts.train} training images and {image_counts.test} test "
+        "images.",
     ]
     if plan is not None:
         lines.append(f"Plan: {plan.describe()}.")
     lines += [
-        f"Settings were chosen on images that clients held out, {counts.held_out} in a draw. Trials read no test "
+        f"Settings were chosen on images that clients held out, {image_counts.held_out} in a draw. Trials read no test "
         "image; the last rung is scored on these.",
         f"Time: {format_duration(search.elapsed)} of {format_duration(search.options.budget)}.",
         "All methods have as many settings and as many rounds.",
     ]
-    if counts.test < FEW_TEST_IMAGES:
+    if image_counts.test < FEW_TEST_IMAGES:
         lines.append(
-            f"With {counts.test} test images, only large differences can be told from chance: the standard error of a "
-            "share of 80 % is about "
-            f"{40 / max(1, counts.test) ** 0.5:.0f} percentage points."
+            f"With {image_counts.test} test images, only large differences can be told from chance: the standard error "
+            "of a share of 80 % is about "
+            f"{40 / max(1, image_counts.test) ** 0.5:.0f} percentage points."
         )
     return list_lines(lines)
 

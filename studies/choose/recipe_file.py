@@ -47,12 +47,12 @@ def recipe_words(args: Sequence[str], prediction: str, evaluate_every: int) -> l
     ]
 
 
-def format_recipe(cli: ConfiguredRun, header: Sequence[str], comments: Mapping[str, str]) -> str:
+def format_recipe(cli: ConfiguredRun, comment_lines: Sequence[str], comments: Mapping[str, str]) -> str:
     """Return the text of a recipe with everything that a run was configured with, apart from defaults.
 
     Args:
         cli: The run.
-        header: Lines of the comment at the top.
+        comment_lines: Lines of the comment at the top.
         comments: Comments by the full names of options, such as ``training.lr_local``. They stand above the option.
     """
     content = yaml.safe_load(cli.parser.dump(cli.config, skip_default=True))
@@ -66,7 +66,7 @@ def format_recipe(cli: ConfiguredRun, header: Sequence[str], comments: Mapping[s
     content["data"] = _drop_default_arguments(content["data"])
     content["federated"] = _drop_default_arguments(content["federated"])
 
-    lines = [f"# {line}".rstrip() for line in header]
+    lines = [f"# {line}".rstrip() for line in comment_lines]
     order = [*SECTION_ORDER, *sorted(set(content) - set(SECTION_ORDER))]
     for section in order:
         if content.get(section) not in (None, {}):
@@ -110,16 +110,16 @@ def _without_defaults(options: Mapping[str, Any], described_class: type, keep: s
         described_class: The class.
         keep: Beginning of the full names of the options; those in :data:`ALWAYS_WRITTEN` are kept.
     """
-    parameters: dict[str, inspect.Parameter] = {}
+    signature_parameters: dict[str, inspect.Parameter] = {}
     # A class may pass arguments on to the one that it extends.
     for ancestor in reversed(described_class.__mro__[:-1]):
         if "__init__" in vars(ancestor):
-            parameters.update(inspect.signature(ancestor).parameters)
+            signature_parameters.update(inspect.signature(ancestor).parameters)
     remaining = {}
     for name, value in options.items():
-        is_default = name in parameters and parameters[name].default == value
+        is_default = name in signature_parameters and signature_parameters[name].default == value
         # 0 and False are equal.
-        is_same_type = name in parameters and type(parameters[name].default) is type(value)
+        is_same_type = name in signature_parameters and type(signature_parameters[name].default) is type(value)
         if not (is_default and is_same_type) or (keep and f"{keep}{name}" in ALWAYS_WRITTEN):
             remaining[name] = value
     return remaining
@@ -133,14 +133,14 @@ def _insert_comments(lines: Sequence[str], comments: Mapping[str, str]) -> list[
         comments: Comments by the full names of options; ``init_args`` is no part of a name.
     """
     commented = []
-    path: list[tuple[int, str]] = []  # indentation and key of the sections above a line
+    section_path: list[tuple[int, str]] = []  # indentation and key of the sections above a line
     for line in lines:
         indent = len(line) - len(line.lstrip())
         key, colon, _ = line.strip().partition(":")
         if colon and not key.startswith(("-", '"', "'")):
-            path = [entry for entry in path if entry[0] < indent]
-            path.append((indent, key))
-            name = ".".join(part for _, part in path if part != "init_args")
+            section_path = [entry for entry in section_path if entry[0] < indent]
+            section_path.append((indent, key))
+            name = ".".join(part for _, part in section_path if part != "init_args")
             if name in comments:
                 commented.append(f"{' ' * indent}# {comments[name]}")
         commented.append(line)

@@ -215,7 +215,7 @@ class Search:
         methods: What is tried of each method.
         largest_plan: The plan if time did not matter.
         results: Results of earlier commands; each new one is added.
-        state: The rest of what was done by earlier commands.
+        search_state: The rest of what was done by earlier commands.
         carry_out: See :func:`perada.studies.compare.running.task_runner`.
         names: Names of the clients, which reasons of failed runs must not have in an anonymous search.
 
@@ -233,7 +233,7 @@ class Search:
         methods: dict[str, MethodSearch],
         largest_plan: SearchPlan,
         results: Results,
-        state: SearchState,
+        search_state: SearchState,
         carry_out: CarryOut,
         names: Sequence[str],
     ) -> None:
@@ -241,21 +241,21 @@ class Search:
         self.methods = methods
         self.largest_plan = largest_plan
         self.results = results
-        self.state = state
+        self.state = search_state
         self.carry_out = carry_out
         self.names = names
         self.plan: SearchPlan | None = None
         self.failed_methods: dict[str, str] = {}
         self.notes: list[str] = []
         self.ran_out_of_time = False
-        self.scores: dict[str, list[HeldOutScores]] = {}
+        self.held_out_scores: dict[str, list[HeldOutScores]] = {}
         self.finalists: list[Candidate] = []
-        self._started_at = time.time() - state.seconds
+        self._started_at = time.time() - search_state.seconds
         # The command goes on as it began, unless there is more time.
-        goes_on = state.plan is not None and state.budget == options.budget
-        self._tries_cheapest_first = goes_on and state.plan is not None and state.plan.num_levels > 0
+        goes_on = search_state.plan is not None and search_state.budget == options.budget
+        self._tries_cheapest_first = goes_on and search_state.plan is not None and search_state.plan.num_levels > 0
         self._scored_rounds = 0
-        self._trials_folder = state.path.parent / "trials"
+        self._trials_folder = search_state.path.parent / "trials"
 
     @property
     def trial_records(self) -> list[Record]:
@@ -374,10 +374,10 @@ class Search:
         self._write_state()
         trials = [trial for candidate in candidates for trial in self._trials_of(candidate, plan)]
         self._run_trials(trials)
-        scores: dict[str, list[HeldOutScores]] = {method: [] for method in plan.methods}
-        self._collect_scores(trials, plan.rounds, scores)
-        for method, scores_of_method in scores.items():
-            self.scores.setdefault(method, []).extend(scores_of_method)
+        held_out_scores: dict[str, list[HeldOutScores]] = {method: [] for method in plan.methods}
+        self._collect_scores(trials, plan.rounds, held_out_scores)
+        for method, scores_of_method in held_out_scores.items():
+            self.held_out_scores.setdefault(method, []).extend(scores_of_method)
 
     def _trials_of(self, candidate: Candidate, plan: SearchPlan) -> list[Trial]:
         """Return the complete trials of a setting on all draws."""
@@ -639,7 +639,7 @@ class Search:
                 if rung.rounds >= self._scored_rounds:
                     # A larger search begins with fewer rounds than the one before it has scores for.
                     self._scored_rounds = rung.rounds
-                    self.scores = {method: scores for method, scores in scores_of_rung.items() if scores}
+                    self.held_out_scores = {method: scores for method, scores in scores_of_rung.items() if scores}
             for method, scores in scores_of_rung.items():
                 ranked = rank_candidates(scores)
                 remaining[method] = ranked[: math.ceil(len(ranked) / REDUCTION)]
@@ -703,7 +703,7 @@ class Search:
     def best_of_method(self) -> dict[str, HeldOutScores]:
         """The best held-out scores of each method, after as many rounds for all."""
         best_by_method: dict[str, HeldOutScores] = {}
-        for method, scores in self.scores.items():
+        for method, scores in self.held_out_scores.items():
             best = best_of(scores)
             if best is not None:
                 best_by_method[method] = prefer_both_models(best, scores, self.options.goal)

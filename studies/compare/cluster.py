@@ -55,7 +55,7 @@ class ClusterOptions:
         cpus: Cores of a job; None for as many as the run has threads.
         array_parallelism: Jobs at once; None for :data:`MOST_AT_ONCE`.
         setup: Lines of shell that a job runs first, such as ``module load cuda``.
-        others: Further options of ``sbatch`` by name, without the dashes.
+        other_options: Further options of ``sbatch`` by name, without the dashes.
     """
 
     partition: str | None = None
@@ -64,11 +64,11 @@ class ClusterOptions:
     cpus: int | None = None
     array_parallelism: int | None = None
     setup: tuple[str, ...] = ()
-    others: Mapping[str, Any] = field(default_factory=dict)
+    other_options: Mapping[str, Any] = field(default_factory=dict)
 
     def sbatch_words(self, threads: int) -> list[str]:
         """Return what determines whether Slurm accepts a job, as options of ``sbatch``."""
-        options = {"time": self.time, "cpus-per-task": self.cpus or threads, **self.others}
+        options = {"time": self.time, "cpus-per-task": self.cpus or threads, **self.other_options}
         if self.partition is not None:
             options["partition"] = self.partition
         if self.gpus:
@@ -83,7 +83,7 @@ class ClusterOptions:
         """Return the parameters of submitit's ``SlurmExecutor``."""
         # Libraries read the first variable as they are imported; the second is set as for runs on one machine.
         environment = [f"export OMP_NUM_THREADS={threads} PYTHONSAFEPATH=1"]
-        parameters: dict[str, Any] = {
+        executor_options: dict[str, Any] = {
             "job_name": "perada",
             "time": self.time,
             "cpus_per_task": self.cpus or threads,
@@ -91,13 +91,13 @@ class ClusterOptions:
             "signal_delay_s": SIGNAL_SECONDS,
             "setup": [*self.setup, *environment],
             # Slurm starts a job again whose node fails, unless the cluster's default is changed.
-            "additional_parameters": {"requeue": True, **self.others},
+            "additional_parameters": {"requeue": True, **self.other_options},
         }
         if self.partition is not None:
-            parameters["partition"] = self.partition
+            executor_options["partition"] = self.partition
         if self.gpus:
-            parameters["gpus_per_node"] = self.gpus
-        return parameters
+            executor_options["gpus_per_node"] = self.gpus
+        return executor_options
 
 
 def check_cluster(options: ClusterOptions, threads: int) -> None:
@@ -372,29 +372,29 @@ class ClusterRunner:
                     results[index] = {"failed": failure, "seconds": 0.0}
         return results, running
 
-    def _failure_of(self, index: int, state: str) -> str:
+    def _failure_of(self, index: int, job_state: str) -> str:
         """Return why a job in some state will have no result; empty if it may have one."""
         job, task, ended_at = self._waiting[index]
-        if state in ALIVE:
+        if job_state in ALIVE:
             self._waiting[index] = Waiting(job, task)
-            if state == "PENDING" and task.end_by is not None and time.time() > task.end_by:
+            if job_state == "PENDING" and task.end_by is not None and time.time() > task.end_by:
                 self.scheduler.cancel([job])
                 return f"the time for all runs was over before Slurm started its job {job.job_id}; allow more"
             return ""
         if ended_at is None:
             ended_at = time.monotonic()
             self._waiting[index] = Waiting(job, task, ended_at)
-        may_be_hidden = state not in WITHOUT_RESULT and time.monotonic() - ended_at <= RESULT_SECONDS
-        return "" if may_be_hidden else self._why_without_result(job, state)
+        may_be_hidden = job_state not in WITHOUT_RESULT and time.monotonic() - ended_at <= RESULT_SECONDS
+        return "" if may_be_hidden else self._why_without_result(job, job_state)
 
-    def _why_without_result(self, job: ClusterJob, state: str) -> str:
+    def _why_without_result(self, job: ClusterJob, job_state: str) -> str:
         log = job.paths.stderr
-        if not log.is_file() and state not in WITHOUT_RESULT:
+        if not log.is_file() and job_state not in WITHOUT_RESULT:
             return (
-                f"its job {job.job_id} ended ({state}) and left no log in {str(log.parent)!r}; the nodes must share "
-                "this folder with the machine that starts the command: choose such a folder with --output"
+                f"its job {job.job_id} ended ({job_state}) and left no log in {str(log.parent)!r}; the nodes must "
+                "share this folder with the machine that starts the command: choose such a folder with --output"
             )
-        text = f"its job {job.job_id} was ended by Slurm ({state}) before the run was done"
+        text = f"its job {job.job_id} was ended by Slurm ({job_state}) before the run was done"
         if log.is_file():
             text += f"; its log is {str(log)!r}"
         return text

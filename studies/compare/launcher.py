@@ -54,11 +54,11 @@ class Launcher:
             yield carry_out
 
 
-def read_launcher(options: Namespace, jobs: int | None, folder: Path | None) -> Launcher:
+def read_launcher(arguments: Namespace, jobs: int | None, folder: Path | None) -> Launcher:
     """Return where a command makes its runs, and check that it can.
 
     Args:
-        options: Options of the command, with those of :func:`add_launcher_options`.
+        arguments: Options of the command, with those of :func:`add_launcher_options`.
         jobs: Value of ``--jobs``; None without one.
         folder: Folder of a cluster's jobs; None if the command was given no output.
 
@@ -68,12 +68,12 @@ def read_launcher(options: Namespace, jobs: int | None, folder: Path | None) -> 
     """
     command_line: dict[str, Any] = {}
     for name in OPTIONS_OF_JOBS:
-        value = getattr(options, name)
+        value = getattr(arguments, name)
         if value is not None:
             command_line[name] = value
-    if options.launcher == "local":
-        if options.cluster is not None:
-            command_line["cluster"] = str(options.cluster)
+    if arguments.launcher == "local":
+        if arguments.cluster is not None:
+            command_line["cluster"] = str(arguments.cluster)
         for name, value in command_line.items():
             raise without_effect(f"--{name}", value, "--launcher local", "add --launcher slurm")
         return Launcher(jobs or 1)
@@ -81,10 +81,10 @@ def read_launcher(options: Namespace, jobs: int | None, folder: Path | None) -> 
         raise without_effect("--jobs", jobs, "--launcher slurm", "use --array_parallelism")
     if folder is None:
         raise ValueError("--launcher slurm needs --output FILE, in a folder that the nodes of the cluster share")
-    cluster = ClusterOptions() if options.cluster is None else read_cluster_file(options.cluster)
+    cluster = ClusterOptions() if arguments.cluster is None else read_cluster_file(arguments.cluster)
     cluster = replace(cluster, **command_line)
     _check_values(cluster)
-    check_cluster(cluster, options.threads)
+    check_cluster(cluster, arguments.threads)
     return Launcher(cluster.array_parallelism or MOST_AT_ONCE, cluster, folder)
 
 
@@ -107,7 +107,7 @@ def read_cluster_file(path: Path) -> ClusterOptions:
     for name, value in content.items():
         if not isinstance(value, str | int | float):
             raise invalid_option(f"{path}: {name}", value, "a text or a number, as for sbatch, or true")
-    return ClusterOptions(**job_options, setup=tuple(setup), others=content)
+    return ClusterOptions(**job_options, setup=tuple(setup), other_options=content)
 
 
 def _check_values(cluster: ClusterOptions) -> None:

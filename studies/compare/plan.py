@@ -558,16 +558,16 @@ def _warn_of_fixed_images(recipe: str, division: Division | None) -> None:
     )
 
 
-def _algorithms_of(options: Namespace) -> list[str]:
+def _algorithms_of(arguments: Namespace) -> list[str]:
     """Return the names of the algorithms to compare; only an empty one for the recipes' own.
 
     Raises:
         ValueError: If a name is not an algorithm.
     """
     names: list[str] = []
-    if "all" in options.algorithms:
+    if "all" in arguments.algorithms:
         names += ENTRIES
-    for name in options.algorithms:
+    for name in arguments.algorithms:
         if name != "all":
             entry_of(name)  # raises if it is unknown
             names.append(name)

@@ -118,18 +118,18 @@ IGNORED_WORDS = {"tune": ("--tune=", "--tune_seeds=", "--choose_by=", "--trials=
 
 def records_of_rows(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Return records by the name of their row: the label, and the options that other rows of the label do not have."""
-    rows: dict[tuple[str, tuple[str, ...]], list[Record]] = {}
+    records_of_variant: dict[tuple[str, tuple[str, ...]], list[Record]] = {}
     for record in records:
         ignored = IGNORED_WORDS.get(record["stage"], ())
         variant = tuple(word for word in record["variant"] if not word.startswith(ignored))
         if record["stage"] == "start":
             variant = ()  # the initial model is one row, whichever command scored it
-        rows.setdefault((record["label"], variant), []).append(record)
+        records_of_variant.setdefault((record["label"], variant), []).append(record)
     common_words: dict[str, set[str]] = {}
-    for label, variant in rows:
+    for label, variant in records_of_variant:
         common_words[label] = common_words.get(label, set(variant)) & set(variant)
     rows_by_name = {}
-    for (label, variant), records_of_row in rows.items():
+    for (label, variant), records_of_row in records_of_variant.items():
         distinguishing = [word for word in variant if word not in common_words[label]]
         rows_by_name[" ".join([label, *distinguishing])] = records_of_row
     return rows_by_name

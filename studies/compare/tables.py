@@ -284,11 +284,11 @@ def grid_table(records: Sequence[Record]) -> str:
     return _join_printable([table(["", *texts, "score", ""], rows), note, *_list_failures(trials)])
 
 
-def _grid_note(options: Sequence[str], chosen_by: Sequence[str], *, lower_chosen: bool, unit: ScoreUnit) -> str:
+def _grid_note(tuned_options: Sequence[str], chosen_by: Sequence[str], *, lower_chosen: bool, unit: ScoreUnit) -> str:
     """Return the explanation of the grid's scores.
 
     Args:
-        options: Options that were tuned.
+        tuned_options: Options that were tuned.
         chosen_by: Scores that chose, with a minus if lower values are better.
         lower_chosen: Whether the lowest score is chosen in all rows; then the minus is left out.
         unit: Unit of the scores.
@@ -309,7 +309,7 @@ def _grid_note(options: Sequence[str], chosen_by: Sequence[str], *, lower_chosen
     if only_some_have_both:
         scores_text += ", by both models of a client where it has both"
     direction = "; the lowest is chosen" if lower_chosen else ""
-    quantity = unit.label(f"Scores of {' and '.join(options)}")
+    quantity = unit.label(f"Scores of {' and '.join(tuned_options)}")
     return f"{quantity}: {scores_text}, of held-out validation images{direction}."
 
 

@@ -42,13 +42,15 @@ def predicted_scores(record: RunRecord) -> PredictedScores:
     own_score, everyone_score, _ = SCORES
     if predicts_with_both(record):
         own_score, everyone_score = SCORES_OF_BOTH
-    return PredictedScores(record.clients.get(own_score, []), record.clients.get(everyone_score, []))
+    return PredictedScores(
+        record.scores_of_clients.get(own_score, []), record.scores_of_clients.get(everyone_score, [])
+    )
 
 
 def predicts_with_both(record: RunRecord) -> bool:
     """Return whether clients predict with their personal and the global model together."""
     own_score, _ = SCORES_OF_BOTH
-    return record.info.get("prediction") == "both" and own_score in record.clients
+    return record.info.get("prediction") == "both" and own_score in record.scores_of_clients
 
 
 def read_baselines(path: Path, record: RunRecord) -> Baselines:
@@ -103,8 +105,8 @@ def _find_contrasts(comparison: "Comparison", record: RunRecord) -> list[Contras
     differences: dict[str, list[Difference]] = {}
     for criterion in (OWN, EVERYONE):
         if criterion in comparison.criteria:
-            differences[criterion] = comparison.differences(criterion, reference=comparison.rows[0].name)
-    own_row, *other_rows = comparison.rows
+            differences[criterion] = comparison.differences(criterion, reference=comparison.compared_rows[0].name)
+    own_row, *other_rows = comparison.compared_rows
     num_tests = len(differences) * len(other_rows)
     contrasts = []
     for place, row in enumerate(other_rows):

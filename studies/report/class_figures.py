@@ -126,7 +126,7 @@ def _most_frequent_mistake(table: Counts, class_names: Sequence[str]) -> str:
     worst = most_frequent_mistakes(table)
     if not worst:
         return ""
-    num_images = worst[0].images
+    num_images = worst[0].num_images
     times = "once" if num_images == 1 else f"{num_images} times"
     if len(worst) > MAX_TIES:
         return f" No mistake stands out: the most frequent {len(worst)} occur {times} each."

@@ -39,18 +39,18 @@ class RightCount:
 
     Attributes:
         right: Number of correct predictions.
-        images: Number of test images, at least 1.
+        num_images: Number of test images, at least 1.
         low: Lower end of the 95 % confidence interval of the share of correct predictions, from 0 to 1.
         high: Its upper end.
     """
 
     right: int
-    images: int
+    num_images: int
     low: float
     high: float
 
     @classmethod
-    def of(cls, right: int, images: int) -> "RightCount":
+    def of(cls, right: int, num_images: int) -> "RightCount":
         """Return the counts with Wilson's interval, which also holds for few images and near 0 and 100 %.
 
         Source: Wilson, Journal of the American Statistical Association 22, 1927.
@@ -62,13 +62,13 @@ class RightCount:
         # The command prints the path of its page before it imports SciPy, which takes longer.
         from scipy.stats import binomtest
 
-        interval = binomtest(right, images).proportion_ci(method="wilson")
-        return cls(right, images, float(interval.low), float(interval.high))
+        interval = binomtest(right, num_images).proportion_ci(method="wilson")
+        return cls(right, num_images, float(interval.low), float(interval.high))
 
     @property
     def text(self) -> str:
         """The counts in words."""
-        return f"{self.right} of {self.images}"
+        return f"{self.right} of {self.num_images}"
 
     @property
     def interval_text(self) -> str:
@@ -90,16 +90,16 @@ def right_counts(record: RunRecord, client_scores: Sequence[float]) -> list[Righ
     """
     if not predicts_counts(record) or len(client_scores) != len(record.test_images):
         return []
-    counts: list[RightCount | None] = []
+    counts_of_clients: list[RightCount | None] = []
     for score, images in zip(client_scores, record.test_images, strict=True):
         if math.isnan(score) or not images:
-            counts.append(None)
+            counts_of_clients.append(None)
             continue
         right = round(score * images)
         if abs(score * images - right) > 1e-3:
             return []  # not a count of these images
-        counts.append(RightCount.of(right, images))
-    return counts
+        counts_of_clients.append(RightCount.of(right, images))
+    return counts_of_clients
 
 
 def model_title(model: str) -> str:
@@ -170,7 +170,7 @@ class Mistake:
 
     label: int
     predicted: int
-    images: int
+    num_images: int
 
 
 def mistakes(table: Counts) -> list[Mistake]:
@@ -187,11 +187,11 @@ def most_frequent_mistakes(table: Counts) -> list[Mistake]:
     """Return the mistakes that most images have, several if they are equally frequent.
 
     >>> most_frequent_mistakes([[5, 2], [1, 5]]), len(most_frequent_mistakes([[5, 1], [1, 5]]))
-    ([Mistake(label=0, predicted=1, images=2)], 2)
+    ([Mistake(label=0, predicted=1, num_images=2)], 2)
     """
     candidates = mistakes(table)
-    largest = max((mistake.images for mistake in candidates), default=0)
-    return [mistake for mistake in candidates if mistake.images == largest]
+    largest = max((mistake.num_images for mistake in candidates), default=0)
+    return [mistake for mistake in candidates if mistake.num_images == largest]
 
 
 def megabytes_sent(record: RunRecord) -> list[float]:

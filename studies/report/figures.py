@@ -135,7 +135,7 @@ def losses(record: RunRecord, name: str) -> RenderedFigure | None:
 
 def before_and_after(record: RunRecord, name: str) -> RenderedFigure | None:
     """Draw each client's score on its own images before the first round and after the last, sorted by the latter."""
-    after = record.clients.get(OWN_SCORE, [])
+    after = record.scores_of_clients.get(OWN_SCORE, [])
     before = record.initial.get(OWN_SCORE, [])
     clients = [client for client, score in enumerate(after) if not math.isnan(score)]
     if not clients:
@@ -244,7 +244,7 @@ def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
     num_better = 0
     num_worse = 0
     # A run without a global model has no scores of it.
-    scores_of_clients = zip(record.clients.get(OWN_SCORE, []), record.global_local, strict=False)
+    scores_of_clients = zip(record.scores_of_clients.get(OWN_SCORE, []), record.global_local, strict=False)
     for client, (personal, shared) in enumerate(scores_of_clients):
         if math.isnan(personal + shared):
             continue

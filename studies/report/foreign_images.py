@@ -42,7 +42,7 @@ def foreign_shares(record: RunRecord, name: str = TYPICAL) -> list[ForeignShare]
         name: Metric of the share of images that look typical, of own or of shifted images.
     """
     shares = []
-    for client, typical_share in enumerate(record.clients.get(name, [])):
+    for client, typical_share in enumerate(record.scores_of_clients.get(name, [])):
         if not math.isnan(typical_share):
             others = share_of_others(record, client) if name == TYPICAL else math.nan
             shares.append(ForeignShare(client, 1 - typical_share, others))
@@ -54,7 +54,7 @@ def share_of_others(record: RunRecord, client: int) -> float:
 
     It follows from the shares of all clients' images and of the client's own.
     """
-    typical_shares_of_all = record.clients.get(TYPICAL_OF_ALL)
+    typical_shares_of_all = record.scores_of_clients.get(TYPICAL_OF_ALL)
     if typical_shares_of_all is None or not record.test_images:
         return math.nan
     num_own = record.test_images[client]
@@ -62,7 +62,7 @@ def share_of_others(record: RunRecord, client: int) -> float:
     if num_others == 0:
         return math.nan
     num_typical = typical_shares_of_all[client] * sum(record.test_images)
-    num_typical_own = record.clients[TYPICAL][client] * num_own
+    num_typical_own = record.scores_of_clients[TYPICAL][client] * num_own
     # Shares are floating-point numbers, whose difference may be a little below 0 or above 1.
     return min(1.0, max(0.0, 1 - (num_typical - num_typical_own) / num_others))
 
@@ -70,7 +70,9 @@ def share_of_others(record: RunRecord, client: int) -> float:
 def shifts_with_shares(record: RunRecord) -> list[str]:
     """Return the names of the shifted test sets of which the run has such shares, sorted."""
     of_test_images = (TYPICAL, TYPICAL_OF_ALL)
-    names = [name for name in record.clients if name.startswith(TYPICAL_SHARES) and name not in of_test_images]
+    names = [
+        name for name in record.scores_of_clients if name.startswith(TYPICAL_SHARES) and name not in of_test_images
+    ]
     return sorted(name.removeprefix(TYPICAL_SHARES) for name in names)
 
 

@@ -45,14 +45,14 @@ def describe_images(record: RunRecord) -> str:
     return f"{sentence}." if sentence else ""
 
 
-def names_of_sets(config: str) -> list[str]:
+def names_of_sets(config_text: str) -> list[str]:
     """Return the classes of the training images in the text of a ``config.yaml``, the outermost first.
 
     >>> names_of_sets("data: {dataset: {class_path: perada.data.Scanners, init_args: {dataset: Digits}}}")
     ['Scanners', 'Digits']
     """
     try:
-        content = yaml.safe_load(config)
+        content = yaml.safe_load(config_text)
     except yaml.YAMLError:
         return []
     data = content.get("data") if isinstance(content, dict) else None

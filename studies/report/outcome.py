@@ -188,7 +188,7 @@ def _describe_scores(record: RunRecord, predicted: PredictedScores) -> str:
             f"counts the same. No model was trained on {images}. Of its own images a client predicts {own_mean} "
             "correctly"
         )
-        personal = record.clients.get("personal/local_test", [])
+        personal = record.scores_of_clients.get("personal/local_test", [])
         if predicts_with_both(record) and any(not math.isnan(score) for score in personal):
             text += f" ({record.unit.text(_average_scores(personal))} with its own model only)"
     else:
@@ -293,9 +293,9 @@ def _describe_single_clients(record: RunRecord, alone: Contrast) -> list[Point]:
         parts.append(f"worse off: {', '.join(names[client] for client in worse[:5])}")
     largest = max(tests, key=lambda test: abs(test.difference))
     signed_count = f"{largest.difference:+d}".replace("-", "−")
-    parts.append(f"the largest difference is {signed_count} of {largest.images} images ({names[largest.client]})")
-    fewest = min(test.images for test in tests)
-    most = max(test.images for test in tests)
+    parts.append(f"the largest difference is {signed_count} of {largest.num_images} images ({names[largest.client]})")
+    fewest = min(test.num_images for test in tests)
+    most = max(test.num_images for test in tests)
     range_text = str(fewest) if fewest == most else f"{fewest} to {most}"
     return [
         Point(
@@ -312,13 +312,13 @@ class CountTest:
 
     Attributes:
         client: Number of the client.
-        images: Number of its test images.
+        num_images: Number of its test images.
         difference: Correct predictions of the run minus those of the baseline.
         is_significant: Whether this is more than chance explains, after Holm's correction for the number of clients.
     """
 
     client: int
-    images: int
+    num_images: int
     difference: int
     is_significant: bool
 
@@ -347,11 +347,11 @@ def compare_counts(record: RunRecord, contrast: Contrast) -> list[CountTest]:
         if own_count is None or other_count is None:
             continue
         counts = [
-            [own_count.right, own_count.images - own_count.right],
-            [other_count.right, other_count.images - other_count.right],
+            [own_count.right, own_count.num_images - own_count.right],
+            [other_count.right, other_count.num_images - other_count.right],
         ]
         p_values.append(float(fisher_exact(counts).pvalue))
-        tests.append(CountTest(client, own_count.images, own_count.right - other_count.right, is_significant=False))
+        tests.append(CountTest(client, own_count.num_images, own_count.right - other_count.right, is_significant=False))
     corrected = []
     for test, p_value in zip(tests, holm(p_values), strict=True):
         corrected.append(replace(test, is_significant=p_value < LEVEL))

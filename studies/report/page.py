@@ -180,7 +180,7 @@ def _run_parts(run_records: Sequence[RunRecord]) -> list[RunPart]:
     """Return the parts of the page with one run each, except those of a comparison's file."""
     parts = []
     for number, record in enumerate(run_records, start=1):
-        if record.group:
+        if record.row_name:
             continue
         own_sections = sections(record, prefix=f"run{number}_")
         if own_sections:
@@ -317,7 +317,7 @@ def _facts_beside_baselines(baselines: Baselines) -> list[Fact]:
     for criterion in ("own", "all"):
         if criterion not in comparison.criteria:
             continue
-        for row in comparison.rows:
+        for row in comparison.compared_rows:
             score = unit_on_page(comparison.unit).text(row.mean(criterion))
             facts.append(Fact(f"{_CRITERIA[criterion]}, {row.name}", score))
     return facts
@@ -330,7 +330,7 @@ def as_csv(table: Table) -> str:
     """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([_csv_cell(name) for name in table.header])
+    writer.writerow([_csv_cell(name) for name in table.column_names])
     for row in table.rows:
         writer.writerow([_csv_cell(cell) for cell in row])
     return file.getvalue()

@@ -250,10 +250,10 @@ def find_predicted_images(folder: Path, num_clients: int, num_classes: int) -> l
     return images
 
 
-def read_predicted_image(folder: Path, image: PredictedImageFile) -> PredictedExample:
+def read_predicted_image(folder: Path, image_file: PredictedImageFile) -> PredictedExample:
     """Read the pixels of a test image of a folder; raise a ValueError if they are damaged."""
-    pixels = _read_pixels(folder, image.picture)
-    return PredictedExample(image.client, image.number, image.label, image.predicted, pixels)
+    pixels = _read_pixels(folder, image_file.picture)
+    return PredictedExample(image_file.client, image_file.number, image_file.label, image_file.predicted, pixels)
 
 
 def read_public_pictures(folder: Path) -> list[Pixels]:
@@ -313,9 +313,11 @@ def find_foreign_images(folder: Path, num_clients: int) -> list[ForeignImageFile
     return shown
 
 
-def read_foreign_image(folder: Path, image: ForeignImageFile) -> ForeignExample:
+def read_foreign_image(folder: Path, image_file: ForeignImageFile) -> ForeignExample:
     """Read the pixels of a foreign image of a folder; raise a ValueError if they are damaged."""
-    return ForeignExample(image.client, image.number, image.distance, _read_pixels(folder, image.picture))
+    return ForeignExample(
+        image_file.client, image_file.number, image_file.distance, _read_pixels(folder, image_file.picture)
+    )
 
 
 def _read_client(folder: Path, table_row: dict[str, str], num_clients: int) -> int:

@@ -23,13 +23,13 @@ _SECTIONS = ("privacy", "client_privacy")
 """Sections of a configuration that set a level of privacy."""
 
 
-def sets_privacy(config: str) -> bool | None:
+def sets_privacy(config_text: str) -> bool | None:
     """Return whether the text of a ``config.yaml`` sets a level of privacy, or cannot be read, so that it may.
 
     None if it has no sections, such as an empty file, so that this is unknown.
     """
     try:
-        content = yaml.safe_load(config)
+        content = yaml.safe_load(config_text)
     except yaml.YAMLError:
         return True
     if not isinstance(content, dict):

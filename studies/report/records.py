@@ -97,7 +97,8 @@ class RunRecord:
     Attributes:
         name: Name of the folder, or of the row of a comparison.
         folder: Where it was read.
-        info, rounds, clients, initial, partition, shifts: As in :class:`perada.Run`.
+        info, rounds, initial, partition, shifts: As in :class:`perada.Run`.
+        scores_of_clients: Its ``clients``.
         by_round: Each client's score on its own images in each evaluation.
         global_local: The global model's score on the images of each client.
         failed_outputs: Models whose outputs are NaN or infinite for some test images, in a sentence; empty if none.
@@ -114,7 +115,7 @@ class RunRecord:
         test_images: Test images of each client; for a run of a comparison the fewest and the most of a client.
         command: The command line, word by word.
         config: The text of ``config.yaml``.
-        group: For a run of a comparison: what its row has in common, whatever the seed.
+        row_name: For a run of a comparison: what its row has in common, whatever the seed.
         seed: Seed of the run, if it is known.
         without_scores: Whether scores were left out because the run is private.
         has_signs_of_privacy: Whether other files of the folder show that the run was private.
@@ -124,7 +125,7 @@ class RunRecord:
     folder: Path
     info: dict[str, Any] = field(default_factory=dict)
     rounds: list[dict[str, float]] = field(default_factory=list)
-    clients: dict[str, list[float]] = field(default_factory=dict)
+    scores_of_clients: dict[str, list[float]] = field(default_factory=dict)
     initial: dict[str, list[float]] = field(default_factory=dict)
     by_round: list[RoundScores] = field(default_factory=list)
     global_local: list[float] = field(default_factory=list)
@@ -144,7 +145,7 @@ class RunRecord:
     test_images: list[int] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
     config: str = ""
-    group: str = ""
+    row_name: str = ""
     seed: int | None = None
     without_scores: bool = False
     has_signs_of_privacy: bool = False
@@ -155,7 +156,7 @@ class RunRecord:
         names: list[str] | None = self.info.get("clients")
         if names:
             return names
-        num_clients = max(len(self.train_sizes), *(len(values) for values in self.clients.values()), 0)
+        num_clients = max(len(self.train_sizes), *(len(values) for values in self.scores_of_clients.values()), 0)
         return [str(client) for client in range(num_clients)]
 
     @property
@@ -225,12 +226,12 @@ class RunRecord:
 
     def published(self) -> "RunRecord":
         """Return the record without anything that depends on the clients' images and is not counted by the ledgers."""
-        info, metrics = published(self.info, {"rounds": self.rounds, "clients": self.clients})
+        info, metrics = published(self.info, {"rounds": self.rounds, "clients": self.scores_of_clients})
         return replace(
             self,
             info=info,
             rounds=metrics["rounds"],
-            clients=metrics["clients"],
+            scores_of_clients=metrics["clients"],
             initial={},
             by_round=[],
             global_local=[],
@@ -419,7 +420,7 @@ def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
         folder=folder,
         info=run_file.info,
         rounds=metrics["rounds"],
-        clients=metrics["clients"],
+        scores_of_clients=metrics["clients"],
         initial=metrics.get("initial", {}),
         by_round=by_round,
         global_local=metrics.get("global/local_test", []),
@@ -433,7 +434,7 @@ def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
         test_images=metrics.get("test_images", []),
         command=run_file.command,
         seed=run_file.info.get("seed"),
-        personal_models=not run_file.shared,
+        personal_models=not run_file.is_shared,
     )
 
 
@@ -486,7 +487,7 @@ def _record_of_comparison(path: Path, entry: dict[str, Any]) -> RunRecord:
         rounds=rounds,
         test_images=test_images,
         failed_outputs=str(entry.get("failed_outputs", "")),
-        group=" ".join([label, *variant]),
+        row_name=" ".join([label, *variant]),
         seed=int(entry["seed"]),
     )
 

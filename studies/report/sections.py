@@ -65,36 +65,36 @@ class Table:
     Attributes:
         name: Name of the file, without an extension.
         caption: Caption in the page.
-        header: Names of the columns.
+        column_names: Names of the columns.
         rows: Texts, integers, and scores, which the page shows in ``unit``. The page shows a column whose name
             begins with :data:`SPREAD` in the cells of the column before it.
         plain: Columns whose numbers are not scores.
         shares: Columns of shares of images, which are in % whatever the unit of scores.
-        metrics: Whether the columns, or the first cells of the rows, are metrics. The file has their names, the page
-            their titles.
+        metric_axis: Whether the columns, or the first cells of the rows, are metrics. The file has their names, the
+            page their titles.
         unit: How the page shows scores.
         opened: Whether the table is unfolded at first.
     """
 
     name: str
     caption: str
-    header: list[str]
+    column_names: list[str]
     rows: list[list[Cell]]
     plain: Sequence[str] = ()
     shares: Sequence[str] = ()
-    metrics: Literal["", "columns", "rows"] = ""
+    metric_axis: Literal["", "columns", "rows"] = ""
     unit: ScoreUnit = PAGE_SHARES
     opened: bool = False
 
     @property
     def visible_columns(self) -> list[int]:
         """The columns that the page has."""
-        return [column for column, name in enumerate(self.header) if not name.startswith(SPREAD)]
+        return [column for column, name in enumerate(self.column_names) if not name.startswith(SPREAD)]
 
     def title_of(self, column: int) -> str:
         """Return the title of a column in the page."""
-        name = self.header[column]
-        if self.metrics != "columns":
+        name = self.column_names[column]
+        if self.metric_axis != "columns":
             return name
         if name.startswith(BEFORE):
             return BEFORE + title(name.removeprefix(BEFORE))
@@ -102,13 +102,13 @@ class Table:
 
     def tooltip_of(self, column: int) -> str:
         """Return the name of a column in the file where the page has another; otherwise an empty text."""
-        name = self.header[column]
+        name = self.column_names[column]
         return "" if self.title_of(column) == name else name
 
     def row_tooltip_of(self, row: Sequence[Cell]) -> str:
         """Return the name of a row in the file where the page has another; otherwise an empty text."""
         name = row[0]
-        if self.metrics != "rows" or not isinstance(name, str) or title(name) == name:
+        if self.metric_axis != "rows" or not isinstance(name, str) or title(name) == name:
             return ""
         return name
 
@@ -120,12 +120,12 @@ class Table:
 
     def text_of(self, row: Sequence[Cell], column: int) -> str:
         """Return the text of a cell in the page, with the standard deviation if there is one."""
-        metric = str(row[0]) if self.metrics == "rows" else self.header[column]
+        metric = str(row[0]) if self.metric_axis == "rows" else self.column_names[column]
         is_share = metric in self.shares or metric.startswith(TYPICAL_SHARES)
         unit = PAGE_SHARES if is_share else self.unit
         text = self._format_cell(column, row[column], unit)
         next_column = column + 1
-        if next_column == len(row) or not self.header[next_column].startswith(SPREAD):
+        if next_column == len(row) or not self.column_names[next_column].startswith(SPREAD):
             return text
         spread = row[next_column]
         if isinstance(spread, float) and math.isnan(spread):
@@ -134,9 +134,9 @@ class Table:
 
     def _format_cell(self, column: int, cell: Cell, unit: ScoreUnit) -> str:
         if isinstance(cell, str):
-            is_metric = self.metrics == "rows" and column == 0
+            is_metric = self.metric_axis == "rows" and column == 0
             return title(cell) if is_metric else cell
-        name = self.header[column]
+        name = self.column_names[column]
         if name == LAST_ROUND:
             return round_text(cell)
         if isinstance(cell, int):
@@ -238,10 +238,10 @@ def _report_rounds(record: RunRecord, prefix: str) -> Section:
     table = Table(
         name=f"{prefix}rounds",
         caption="Measurements of each round",
-        header=["round", *names],
+        column_names=["round", *names],
         rows=rows,
         plain=[name for name in names if not _is_score(name)],
-        metrics="columns",
+        metric_axis="columns",
     )
     scores_title = record.unit.label("Scores")
     curves = _draw_figures(record, prefix, [figures.curves])
@@ -273,7 +273,7 @@ def _report_clients(record: RunRecord, prefix: str) -> Section:
     measurements: dict[str, Sequence[float]] = {}
     if OWN_SCORE in record.initial:
         measurements[f"{BEFORE}{OWN_SCORE}"] = record.initial[OWN_SCORE]
-    measurements |= record.clients
+    measurements |= record.scores_of_clients
     if record.global_local:
         measurements["global/local_test"] = record.global_local
     scores = predicted_scores(record).own
@@ -296,10 +296,10 @@ def _report_clients(record: RunRecord, prefix: str) -> Section:
         table = Table(
             name=f"{prefix}clients",
             caption="All measurements of each client, sorted by its score",
-            header=header,
+            column_names=header,
             rows=rows,
             plain=[name for name in measurements if name.startswith(PRIVACY) or name == LAST_ROUND],
-            metrics="columns",
+            metric_axis="columns",
         )
         tables.append(table)
     before = figures.before_and_after if contrast is None else figures.alone_and_together
@@ -312,7 +312,7 @@ def _report_clients(record: RunRecord, prefix: str) -> Section:
             record,
             shows_change=bool(before_figures),
             shows_global=bool(global_figures),
-            has_counts="right" in summary.header,
+            has_counts="right" in summary.column_names,
             has_baseline=contrast is not None,
         ),
         figures=[*before_figures, *global_figures],
@@ -347,7 +347,7 @@ def _summary_of_clients(record: RunRecord, prefix: str) -> Table:
     return Table(
         name=f"{prefix}clients_right",
         caption=f"What each client predicts correctly{record.unit.label('')}, lowest first",
-        header=header,
+        column_names=header,
         rows=rows,
         opened=True,
     )
@@ -380,7 +380,7 @@ def _introduce_clients(
         )
     if record.undefined_note:
         sentences.append(record.undefined_note)
-    if LAST_ROUND in record.clients:
+    if LAST_ROUND in record.scores_of_clients:
         sentences.append("A personal model dates from the last round in which its client took part.")
     return " ".join(sentences)
 
@@ -431,7 +431,7 @@ def _report_partition(record: RunRecord, prefix: str) -> Section:
         table = Table(
             name=f"{prefix}partition_{_file_name_part(part)}",
             caption=f"{part_title} images of each client and class",
-            header=["client", *record.class_names, sum_title],
+            column_names=["client", *record.class_names, sum_title],
             rows=rows,
         )
         tables.append(table)
@@ -484,7 +484,7 @@ def _mistakes_table(record: RunRecord, model: str, prefix: str) -> Table:
     return Table(
         name=f"{prefix}mistakes_{_file_name_part(model)}",
         caption=f"Mistakes of {model_texts.get(model, model_title(model))} on the client’s images",
-        header=["client", "test images", "accuracy", "most frequent mistake"],
+        column_names=["client", "test images", "accuracy", "most frequent mistake"],
         rows=rows,
     )
 
@@ -493,7 +493,7 @@ def _most_frequent_mistake(table: Counts, class_names: Sequence[str]) -> str:
     worst = most_frequent_mistakes(table)
     if not worst:
         return "–"
-    num_images = worst[0].images
+    num_images = worst[0].num_images
     first = worst[:MAX_MISTAKES]
     texts = [f"{class_names[mistake.label]} taken for {class_names[mistake.predicted]}" for mistake in first]
     if len(worst) > len(first):
@@ -513,7 +513,7 @@ def _report_calibration(record: RunRecord, prefix: str) -> Section:
     table = Table(
         name=f"{prefix}calibration",
         caption="Bins of confidence",
-        header=["model", "predictions", "mean confidence", "right"],
+        column_names=["model", "predictions", "mean confidence", "right"],
         rows=rows,
     )
     return Section(
@@ -536,7 +536,7 @@ def _report_numbers(record: RunRecord, prefix: str) -> Section:
     table = Table(
         name=f"{prefix}residuals",
         caption="Residuals of each number, over all clients",
-        header=["model", "number", "test images", "mean residual", "standard deviation"],
+        column_names=["model", "number", "test images", "mean residual", "standard deviation"],
         rows=rows,
     )
     return Section(
@@ -572,10 +572,10 @@ def _report_communication(record: RunRecord, prefix: str) -> Section:
         table = Table(
             name=f"{prefix}communication",
             caption="Megabytes sent, up and down, by all clients together",
-            header=["round", "MB sent so far", OWN_SCORE, GLOBAL_SCORE],
+            column_names=["round", "MB sent so far", OWN_SCORE, GLOBAL_SCORE],
             rows=rows,
             plain=["MB sent so far"],
-            metrics="columns",
+            metric_axis="columns",
         )
         tables.append(table)
     return Section(
@@ -595,9 +595,9 @@ def _report_shifts(record: RunRecord, prefix: str) -> Section:
     table_of_means = Table(
         name=f"{prefix}shift_means",
         caption="Scores on each shifted test set",
-        header=["score", "mean over clients", "std over clients"],
+        column_names=["score", "mean over clients", "std over clients"],
         rows=means,
-        metrics="rows",
+        metric_axis="rows",
     )
     score_rows: list[list[Cell]] = []
     for shift, curve_of_kind in record.shifts.items():
@@ -609,7 +609,7 @@ def _report_shifts(record: RunRecord, prefix: str) -> Section:
     table_of_kinds = Table(
         name=f"{prefix}shifts",
         caption="By kind of corruption and severity",
-        header=["shift", "kind", "severity", "model", "score"],
+        column_names=["shift", "kind", "severity", "model", "score"],
         rows=score_rows,
     )
     return Section(
@@ -648,7 +648,7 @@ def _report_foreign_images(record: RunRecord, prefix: str) -> Section:
     table = Table(
         name=f"{prefix}foreign_images",
         caption="Share of the images that look foreign to each client, in %",
-        header=header,
+        column_names=header,
         rows=rows,
         shares=share_columns,
     )
@@ -712,7 +712,7 @@ def _report_privacy(record: RunRecord, prefix: str) -> Section:
     table = Table(
         name=f"{prefix}privacy",
         caption="The privacy ledgers of each client",
-        header=["client", *epsilons],
+        column_names=["client", *epsilons],
         rows=rows,
         plain=list(epsilons),
     )
@@ -726,7 +726,7 @@ def _report_settings(record: RunRecord, prefix: str) -> Section:
     for name, value in record.info.items():
         if name not in ("classes", "clients", "privacy"):  # other sections have them
             rows += _setting_rows(name, value)
-    table = Table(name=f"{prefix}run", caption="The run", header=["setting", "value"], rows=rows)
+    table = Table(name=f"{prefix}run", caption="The run", column_names=["setting", "value"], rows=rows)
     parts = []
     if record.command:
         parts.append(f"# the command\n{shlex.join(record.command)}")

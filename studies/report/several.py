@@ -72,7 +72,7 @@ class Group:
 
     def client_scores(self, score: str) -> list[float]:
         """Return each client's score (M,), the mean over the runs; empty if a run does not have the scores."""
-        scores_of_run = [run.clients.get(score, []) for run in self.runs]
+        scores_of_run = [run.scores_of_clients.get(score, []) for run in self.runs]
         num_clients = len(scores_of_run[0])
         if any(len(scores) != num_clients for scores in scores_of_run):
             return []
@@ -85,8 +85,8 @@ def group_runs(run_records: Sequence[RunRecord]) -> list[Group]:
     for record in run_records:
         options = _read_options(record)
         key: Hashable
-        if record.group:
-            key = record.group
+        if record.row_name:
+            key = record.row_name
         elif options:
             key = tuple(sorted(options.items()))
         else:
@@ -94,7 +94,7 @@ def group_runs(run_records: Sequence[RunRecord]) -> list[Group]:
         if key in groups:
             groups[key].runs.append(record)
         else:
-            name = record.name if record.group else str(record.info.get("algorithm") or record.name)
+            name = record.name if record.row_name else str(record.info.get("algorithm") or record.name)
             groups[key] = Group(name, [record], options)
     return _with_distinct_names(list(groups.values()))
 
@@ -108,7 +108,7 @@ def _with_distinct_names(groups: Sequence[Group]) -> list[Group]:
         if len(namesakes) > 1:
             first = group.runs[0]
             difference = _describe_differences(group.options, [other.options for other in namesakes])
-            name = first.group or f"{name}: {difference or first.name}"
+            name = first.row_name or f"{name}: {difference or first.name}"
         if any(other.name == name for other in distinct):
             name = f"{name} ({number})"
         distinct.append(Group(name, group.runs, group.options))
@@ -197,9 +197,9 @@ def _score_table(groups: Sequence[Group]) -> Table:
     return Table(
         name="comparison",
         caption="The last scores: mean and sample standard deviation over runs",
-        header=header,
+        column_names=header,
         rows=rows,
-        metrics="columns",
+        metric_axis="columns",
         unit=groups[0].unit,
     )
 
@@ -345,7 +345,7 @@ def _paired_differences(groups: Sequence[Group]) -> list[Section]:
     table = Table(
         name="paired",
         caption=f"Differences over clients: {TITLES[OWN_SCORE]}",
-        header=["run", "less", "clients", "mean difference", "standard error", "clients better", "clients worse"],
+        column_names=["run", "less", "clients", "mean difference", "standard error", "clients better", "clients worse"],
         rows=rows,
         unit=baseline.unit,
     )

@@ -114,16 +114,16 @@ def watch(
 
 def file_states(folders: Sequence[Path]) -> list[FileState | None]:
     """Return the state of each file that a page is drawn from; None for a missing one."""
-    states: list[FileState | None] = []
+    state_of_files: list[FileState | None] = []
     for folder in folders:
         for name in WATCHED_FILES:
             try:
                 status = (folder / name).stat()
             except FileNotFoundError:
-                states.append(None)
+                state_of_files.append(None)
             else:
-                states.append((status.st_mtime_ns, status.st_size))
-    return states
+                state_of_files.append((status.st_mtime_ns, status.st_size))
+    return state_of_files
 
 
 def _has_rounds_file(folder: Path) -> bool:

@@ -54,7 +54,7 @@ def test_class_counts(items):
     plan = served.plan(0)
     assert plan.clients == (1, 0, 2)
     for batch in served.cohort_loader(plan):
-        assert batch.classes.tolist() == [[0, 1, 4], [2, 1, 0], [1, 0, 0]]
+        assert batch.class_counts.tolist() == [[0, 1, 4], [2, 1, 0], [1, 0, 0]]
     for batches in served.cohort_loader(plan, PrivateSampling((("local",),))):
         assert batches["local"].classes is None  # labels are private too
 

@@ -652,5 +652,5 @@ def test_small_images_are_enlarged_at_most_four_times(shapes, expected_size):
         (folder / "broken.png").write_bytes(b"no image")
     source = read_source("all")
     assert len(source.unreadable_files) == 4
-    recipe = yaml.safe_load(compose_recipe("all", "fedavg", "1", "", source=source))
+    recipe = yaml.safe_load(compose_recipe("all", "fedavg", "1", "", inferred_source=source))
     assert recipe["data"]["image_size"] == expected_size

@@ -141,9 +141,9 @@ def module(shifts, dtype=torch.uint8, size=32, test=True, clients=3, classes=3, 
 
 def test_short_forms():
     data = module({"a": "main", "b": "fog", "c": ["snow", "frost"], "d": "label_shift", "e": Other(), "f": "extra"})
-    passes = [
-        (condition.shift, condition.corruption, condition.severity, condition.others) for condition in data.conditions
-    ]
+    passes = []
+    for condition in data.conditions:
+        passes.append((condition.shift, condition.corruption, condition.severity, condition.of_other_clients))
     expected = [("a", kind, severity, False) for kind in MAIN for severity in range(1, 6)]
     expected += [("b", "fog", severity, False) for severity in range(1, 6)]
     expected += [("c", kind, severity, False) for kind in ("snow", "frost") for severity in range(1, 6)]

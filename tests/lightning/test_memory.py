@@ -147,6 +147,6 @@ def test_public_logits_and_optimisers_are_counted(log):
         state = train("auto", algorithm="perada", optimizer="adam", distill_batch_size=4)
     trained = sum(value.nbytes for value in state.values())
     (estimate,) = estimates
-    assert estimate.public_logits == 4 * 3 * 8
-    assert estimate.states % (2 * 4 * trained) == 0
-    assert estimate.weights >= trained
+    assert estimate.public_logit_bytes == 4 * 3 * 8
+    assert estimate.state_bytes % (2 * 4 * trained) == 0
+    assert estimate.weight_bytes >= trained

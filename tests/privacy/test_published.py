@@ -147,7 +147,7 @@ def test_a_page_has_scores_only_where_the_run_is_not_private(tmp_path, capsys, s
 
 def test_a_page_on_private_runs_of_a_comparison_has_no_scores(tmp_path):
     rows = [{"round": 0, "personal/local_test": 0.7531, "privacy/release_epsilon_max": 2.5}]
-    records = [RunRecord(f"run {number}", tmp_path, rounds=rows, group=f"run {number}") for number in (1, 2)]
+    records = [RunRecord(f"run {number}", tmp_path, rounds=rows, row_name=f"run {number}") for number in (1, 2)]
     assert "75.3" not in write_page(tmp_path / "page", records).read_text(encoding="utf-8")
     assert "75.3" in write_page(tmp_path / "asked", records, with_scores=True).read_text(encoding="utf-8")
 
@@ -159,5 +159,6 @@ def test_records_of_private_runs_keep_what_ledgers_count(tmp_path):
     assert {name for row in kept.rounds for name in row} == {
         name for row in record.rounds for name in row if not name.startswith(SCORE_PREFIXES)
     }
-    assert kept.clients == {name: own for name, own in record.clients.items() if name.startswith("privacy/")}
-    assert kept.clients and not (kept.by_round or kept.initial or kept.global_local or kept.calibration)
+    scores_of_clients = record.scores_of_clients.items()
+    assert kept.scores_of_clients == {name: own for name, own in scores_of_clients if name.startswith("privacy/")}
+    assert kept.scores_of_clients and not (kept.by_round or kept.initial or kept.global_local or kept.calibration)

@@ -55,6 +55,6 @@ def test_who_shares_the_global_adapter_is_not_called_unprotected(tmp_path):
 
 
 def test_the_page_of_a_private_run_says_that_it_is_not_covered(by_image, tmp_path):
-    record = RunRecord("it", tmp_path, by_image.info, clients={"personal/local_test": [0.5] * 3})
+    record = RunRecord("it", tmp_path, by_image.info, scores_of_clients={"personal/local_test": [0.5] * 3})
     intros = {section.key: section.intro for section in sections(record)}
     assert "This page itself is not covered" in intros["privacy"]

@@ -261,7 +261,7 @@ def test_the_page_shows_what_the_mean_hides(tmp_path):
     scores = {"personal/local_test": 0.5, "personal/local_test_weighted": 0.75, "personal/local_test_recent": 0.625}
     info = {"num_classes": 2, "clients": ["north", "south"]}
     record = RunRecord("run", tmp_path, info, [{"round": 0} | scores], test_images=[3, 31])
-    record.clients = {"personal/local_test": [0.4, 0.6], "last_round": [1, 0]}
+    record.scores_of_clients = {"personal/local_test": [0.4, 0.6], "last_round": [1, 0]}
     text = write_page(tmp_path / "page", [record]).read_text(encoding="utf-8")
     for name, value in (("own images", 50), ("weighted by images", 75), ("recent clients", 62.5)):
         assert f"{name}</dt><dd>{value:.1f} %</dd>" in text
@@ -334,7 +334,7 @@ def svg_texts(figure):
 def test_points_have_the_names_of_their_clients(tmp_path):
     names = ["north", "south", "east"]
     record = RunRecord("run", tmp_path, {"num_classes": 2, "clients": names})
-    record.clients = {"personal/local_test": [0.5, 0.5, 0.75]}
+    record.scores_of_clients = {"personal/local_test": [0.5, 0.5, 0.75]}
     record.global_local = [0.25, 0.25, 1.0]
     texts = svg_texts(figures.personal_and_global(record, "figure"))
     assert {"north, south", "east"} <= set(texts)  # the first two are the same point
@@ -492,7 +492,8 @@ def test_groups_are_named_by_what_differs(tmp_path):
 def test_a_saved_run_and_a_comparison_have_pages_too(runs, tmp_path, capsys):
     runs[1][0].save(tmp_path / "saved")
     (record,), (folder,) = read_records(tmp_path / "saved"), read_records(runs[0][0])
-    assert (record.clients, record.confusion, record.by_round) == (folder.clients, folder.confusion, folder.by_round)
+    assert record.scores_of_clients == folder.scores_of_clients
+    assert (record.confusion, record.by_round) == (folder.confusion, folder.by_round)
     row = {"stage": "run", "label": SCRIPT, "variant": [], "personal/local_test": 0.5, "global/global_test": None}
     curve = [{"round": 1, "personal/local_test": 0.25}, {"round": 2, "personal/local_test": 0.5}]
     records = [row | {"seed": seed, "history": curve} for seed in (0, 1)] + [row | {"seed": 0, "label": "b"}]

@@ -87,9 +87,9 @@ def test_a_shifted_set_on_which_a_model_fails_has_a_row(tmp_path):
 
 def record_of_seed(folder, name, own_scores, mean):
     """A run of one round with scores of three clients and their mean."""
-    record = RunRecord(f"{name}_run", folder, {"clients": NAMES, "num_classes": 2, "algorithm": name}, group=name)
+    record = RunRecord(f"{name}_run", folder, {"clients": NAMES, "num_classes": 2, "algorithm": name}, row_name=name)
     record.rounds = [{"round": 0, OWN: 0.5}, {"round": 1, OWN: mean}]
-    record.clients = {OWN: own_scores}
+    record.scores_of_clients = {OWN: own_scores}
     return record
 
 
@@ -99,7 +99,7 @@ def test_runs_side_by_side_have_no_mean_over_those_that_are_left(tmp_path):
     twin = record_of_seed(tmp_path, "second", [0.5, 0.75, 1.0], 0.75)
     scores, differences = comparison([healthy, failed, twin])
     (first_row, second_row) = scores.tables[0].rows
-    mean_column = scores.tables[0].header.index(OWN)
+    mean_column = scores.tables[0].column_names.index(OWN)
     assert first_row[mean_column] == 0.75
     assert math.isnan(second_row[mean_column]) and math.isnan(second_row[mean_column + 1])
     (difference,) = differences.tables[0].rows

@@ -86,22 +86,24 @@ def test_shares_of_shifted_images_have_columns_of_their_own(tmp_path):
         "typical/local_test": [0.75, 0.5, math.nan],
         "typical/fog": [0.125, 0.25, 0.0],
     }
-    record = RunRecord("run", tmp_path, {"task": {"has_classes": False}}, clients=clients, test_images=[4, 8, 0])
+    record = RunRecord(
+        "run", tmp_path, {"task": {"has_classes": False}}, scores_of_clients=clients, test_images=[4, 8, 0]
+    )
     assert [(foreign.client, foreign.share) for foreign in foreign_shares(record)] == [(1, 0.5), (0, 0.25)]
     (section,) = (section for section in sections(record) if section.key == "foreign_images")
     (table,) = section.tables
-    assert table.header == ["client", "test images", "own images", "fog"]
+    assert table.column_names == ["client", "test images", "own images", "fog"]
     texts = [[table.text_of(row, column) for column in range(4)] for row in table.rows]
     assert texts == [["1", "8", "50.0", "75.0"], ["0", "4", "25.0", "87.5"]]
 
 
 def test_a_client_that_has_all_test_images_has_no_others(tmp_path):
     clients = {"typical/local_test": [0.75, math.nan], "typical/global_test": [0.75, 0.5]}
-    record = RunRecord("run", tmp_path, clients=clients, test_images=[4, 0])
+    record = RunRecord("run", tmp_path, scores_of_clients=clients, test_images=[4, 0])
     (foreign,) = foreign_shares(record)
     assert math.isnan(foreign.share_of_others)
     (section,) = (section for section in sections(record) if section.key == "foreign_images")
-    assert section.tables[0].header == ["client", "test images", "own images"]
+    assert section.tables[0].column_names == ["client", "test images", "own images"]
 
 
 def predictions(folder, rows):
@@ -203,5 +205,5 @@ def test_the_most_distant_images_are_written_with_the_predictions(tiny, tmp_path
 
 
 def test_other_runs_have_no_such_section(tmp_path):
-    record = RunRecord("run", tmp_path, clients={"personal/local_test": [0.5, 0.25]}, test_images=[4, 8])
+    record = RunRecord("run", tmp_path, scores_of_clients={"personal/local_test": [0.5, 0.25]}, test_images=[4, 8])
     assert "foreign_images" not in {section.key for section in sections(record)}

@@ -41,7 +41,7 @@ def a_run(folder, personal, everyone=None, **options):
         clients["personal/global_test"] = list(everyone)
     options = {"info": INFO, "test_images": IMAGES, "seed": 0} | options
     rounds = [{"round": number, "comm/up_mb": 0.6} for number in range(3)]
-    return RunRecord("run", folder, rounds=rounds, clients=clients, **options)
+    return RunRecord("run", folder, rounds=rounds, scores_of_clients=clients, **options)
 
 
 def entry(algorithm, personal, everyone=None, *, seed=0, megabytes=0.1, **fields):
@@ -212,7 +212,7 @@ def test_lower_errors_are_better(tmp_path):
 def test_clients_predict_with_both_models_where_the_run_does(tmp_path):
     record = a_run(tmp_path, OWN, EVERYONE, info=INFO | {"prediction": "both"})
     both = shares(16, 32, 28, 41, 35, 52)
-    record.clients |= {"both/local_test": both, "both/global_test": EVERYONE_SHARED}
+    record.scores_of_clients |= {"both/local_test": both, "both/global_test": EVERYONE_SHARED}
     path = write(tmp_path / "file.json", entry("Standalone", OWN_ALONE, EVERYONE_ALONE, megabytes=0))
     record.baselines = read_baselines(path, record)
     contrast = record.baselines.contrast_with(ALONE)

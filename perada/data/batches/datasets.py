@@ -433,12 +433,12 @@ def format_text(tensor_format: TensorFormat) -> str:
     return f"{dtype_name(dtype)} of shape {shape}" if shape else f"a single {dtype_name(dtype)}"
 
 
-def check_same_format(owner: str, actual: TensorFormat, expected: TensorFormat) -> None:
+def check_same_format(owner: str, actual: TensorFormat, expected_format: TensorFormat) -> None:
     """Raise a ValueError, which begins with the ``owner`` of an image, if images cannot be batched together."""
-    if actual == expected:
+    if actual == expected_format:
         return
     shape, dtype = actual
-    expected_shape, expected_dtype = expected
+    expected_shape, expected_dtype = expected_format
     remedies = []
     if dtype != expected_dtype:
         remedies.append("use one type for all images")
@@ -457,7 +457,8 @@ def check_same_format(owner: str, actual: TensorFormat, expected: TensorFormat) 
     elif shape[-2:] != expected_shape[-2:]:
         remedies.append("use one shape and type for all clients, or set image_size to resize uint8 images")
     raise ValueError(
-        f"{owner}: an image is {format_text(actual)}, others are {format_text(expected)}: {'; and '.join(remedies)}"
+        f"{owner}: an image is {format_text(actual)}, others are {format_text(expected_format)}: "
+        f"{'; and '.join(remedies)}"
     )
 
 

@@ -63,9 +63,9 @@ _shared: list[SharedFeatures] = []
 
 
 @contextmanager
-def sharing_features(shared: SharedFeatures) -> Iterator[None]:
+def sharing_features(shared_features: SharedFeatures) -> Iterator[None]:
     """Let runs that are set up in the ``with`` block take features from other runs, and keep theirs for others."""
-    _shared.append(shared)
+    _shared.append(shared_features)
     try:
         yield
     finally:

@@ -209,7 +209,7 @@ class RoundBatches(Dataset[AnyBatch]):
             place.step,
             round,
             failed=tuple(failed.items()),
-            classes=None if class_counts is None else class_counts[list(clients)],
+            class_counts=None if class_counts is None else class_counts[list(clients)],
             start=place.start,
         )
 

@@ -372,17 +372,17 @@ class LookupTable:
 
     Attributes:
         entries: The values.
-        first: Value of the first entry; lower ones have its value, and those above the last entry have its.
+        first_value: Value of the first entry; lower ones have its value, and those above the last entry have its.
         bits: Bits of an entry.
     """
 
     entries: FloatArray
-    first: int
+    first_value: int
     bits: int
 
     def apply(self, values: FloatArray) -> FloatArray:
         """Look values up."""
-        places = np.clip(np.rint(values) - self.first, 0, len(self.entries) - 1).astype(np.int64)
+        places = np.clip(np.rint(values) - self.first_value, 0, len(self.entries) - 1).astype(np.int64)
         found: FloatArray = self.entries[places]
         return found
 
@@ -465,12 +465,12 @@ def _table_entries(item: "Dataset", keyword: str, num_entries: int) -> FloatArra
     return entries[:num_entries].astype(np.float64)
 
 
-def _choose_window(frame: DicomFrame, content: Values, window: Window) -> GreyWindow | LookupTable:
+def _choose_window(frame: DicomFrame, pixel_values: Values, window: Window) -> GreyWindow | LookupTable:
     """Return the window of a frame.
 
     Args:
         frame: The frame.
-        content: Its stored values without padding.
+        pixel_values: Its stored values without padding.
         window: The option.
     """
     if isinstance(window, tuple):
@@ -480,9 +480,9 @@ def _choose_window(frame: DicomFrame, content: Values, window: Window) -> GreyWi
         in_file = windows_in_file(frame)
         if in_file:
             return in_file[min(place, len(in_file) - 1)] if place == 0 else _window_at(in_file, place)
-        return _full_window(frame, content)
+        return _full_window(frame, pixel_values)
     if window == AUTO:
-        low, high = np.percentile(modality_values(frame, content), AUTO_PERCENTILES)
+        low, high = np.percentile(modality_values(frame, pixel_values), AUTO_PERCENTILES)
         return range_window(float(low), float(high))
     modality = text(frame.dataset, "Modality")
     rescale_type = text(frame.dataset, "RescaleType")
@@ -504,16 +504,16 @@ def _window_at(in_file: list[GreyWindow | LookupTable], place: int) -> GreyWindo
     return in_file[place]
 
 
-def _full_window(frame: DicomFrame, content: Values) -> GreyWindow:
+def _full_window(frame: DicomFrame, pixel_values: Values) -> GreyWindow:
     """Return the window of a file that has none: all values of up to 8 bits, and of more bits those that occur."""
     stored_as = frame.format
-    if content.dtype.kind in "iu" and stored_as.bits_stored <= 8:
+    if pixel_values.dtype.kind in "iu" and stored_as.bits_stored <= 8:
         tables = _read_sequence(frame.dataset, "ModalityLUTSequence")
         if tables:
             return range_window(0, 2 ** _read_table(tables[0], stored_as.is_signed).bits - 1)
         low = -(2 ** (stored_as.bits_stored - 1)) if stored_as.is_signed else 0
-        content = np.array([low, low + 2**stored_as.bits_stored - 1])
-    values = modality_values(frame, content)
+        pixel_values = np.array([low, low + 2**stored_as.bits_stored - 1])
+    values = modality_values(frame, pixel_values)
     return range_window(float(values.min()), float(values.max()))
 
 

@@ -229,20 +229,20 @@ def _read_inflated(file: IO[bytes], header_only: bool = False) -> bytes:
         raise MedicalImageError(f"it is damaged or truncated ({type(error).__name__})") from None
 
 
-def _declared_bytes(header: bytes) -> int:
+def _declared_bytes(header_bytes: bytes) -> int:
     """Return the bytes of a volume's header, extensions and voxels, as the header declares them."""
     order = "<"
-    is_second = header[4:8] == _MAGIC[1]
-    if struct.unpack("<i", header[:4])[0] not in (348, 540):
+    is_second = header_bytes[4:8] == _MAGIC[1]
+    if struct.unpack("<i", header_bytes[:4])[0] not in (348, 540):
         order = ">"
     if is_second:
-        shape = struct.unpack(f"{order}8q", header[16:80])
-        bits = struct.unpack(f"{order}h", header[14:16])[0]
-        offset = struct.unpack(f"{order}q", header[168:176])[0]
+        shape = struct.unpack(f"{order}8q", header_bytes[16:80])
+        bits = struct.unpack(f"{order}h", header_bytes[14:16])[0]
+        offset = struct.unpack(f"{order}q", header_bytes[168:176])[0]
     else:
-        shape = struct.unpack(f"{order}8h", header[40:56])
-        bits = struct.unpack(f"{order}h", header[72:74])[0]
-        offset = int(struct.unpack(f"{order}f", header[108:112])[0])
+        shape = struct.unpack(f"{order}8h", header_bytes[40:56])
+        bits = struct.unpack(f"{order}h", header_bytes[72:74])[0]
+        offset = int(struct.unpack(f"{order}f", header_bytes[108:112])[0])
     voxels = 1
     for side in shape[1 : 1 + max(0, min(7, shape[0]))]:
         voxels *= max(1, side)

@@ -47,13 +47,13 @@ class _SegmentFrame:
     """A frame of a segmentation: the number of its segment, and the images that it refers to with their frames."""
 
     segment: int
-    images: Mapping[str, Sequence[int]]
+    frames_of_image: Mapping[str, Sequence[int]]
 
     def shows(self, image: ImageReference) -> bool:
         """Return whether the frame refers to an image. Without numbers of frames it refers to all of them."""
-        if image.instance not in self.images:
+        if image.instance not in self.frames_of_image:
             return False
-        frames = self.images[image.instance]
+        frames = self.frames_of_image[image.instance]
         return image.is_single or not frames or image.frame in frames
 
 
@@ -62,11 +62,11 @@ class DicomSegmentation:
     """A segmentation of the images of a series.
 
     Attributes:
-        names: Name of each segment by its number, from 1.
+        segment_names: Name of each segment by its number, from 1.
         series: SeriesInstanceUID of the images, if it is known.
     """
 
-    names: Mapping[int, str]
+    segment_names: Mapping[int, str]
     series: frozenset[str]
     _frames: Sequence[_SegmentFrame]
     _dataset: "Dataset"
@@ -77,7 +77,7 @@ class DicomSegmentation:
         Raises:
             MedicalImageError: If the image is of another series, or a pixel is in two segments.
         """
-        is_referenced = any(image.instance in frame.images for frame in self._frames)
+        is_referenced = any(image.instance in frame.frames_of_image for frame in self._frames)
         if not is_referenced and image.series not in self.series:
             raise MedicalImageError("it is the segmentation of another series than its image", "correct the pair")
         stored_as = pixel_format(self._dataset)
@@ -149,25 +149,25 @@ def _printed_name(item: "Dataset") -> str:
     return " ".join(str(item.SegmentLabel).split())[:_LARGEST_NAME]
 
 
-def _read_segment_frame(group: "Dataset", shared: "Dataset | None", is_labelmap: bool) -> _SegmentFrame:
+def _read_segment_frame(frame_groups: "Dataset", shared_groups: "Dataset | None", is_labelmap: bool) -> _SegmentFrame:
     """Read a frame from its functional groups and those that all frames share."""
     segment = 0
     if not is_labelmap:
-        identification = group.get("SegmentIdentificationSequence")
-        if not identification and shared is not None:
-            identification = shared.get("SegmentIdentificationSequence")
+        identification = frame_groups.get("SegmentIdentificationSequence")
+        if not identification and shared_groups is not None:
+            identification = shared_groups.get("SegmentIdentificationSequence")
         segment = int(identification[0].ReferencedSegmentNumber)
-    derivations = group.get("DerivationImageSequence")
-    if not derivations and shared is not None:
-        derivations = shared.get("DerivationImageSequence")
-    images: dict[str, list[int]] = {}
+    derivations = frame_groups.get("DerivationImageSequence")
+    if not derivations and shared_groups is not None:
+        derivations = shared_groups.get("DerivationImageSequence")
+    frames_of_image: dict[str, list[int]] = {}
     for derivation in derivations or []:
         for image in derivation.get("SourceImageSequence") or []:
             numbers = image.get("ReferencedFrameNumber")
-            frames = images.setdefault(str(image.ReferencedSOPInstanceUID), [])
+            frames = frames_of_image.setdefault(str(image.ReferencedSOPInstanceUID), [])
             if numbers is not None:
                 frames += [int(number) for number in np.atleast_1d(numbers)]
-    return _SegmentFrame(segment, images)
+    return _SegmentFrame(segment, frames_of_image)
 
 
 class _FileReference(NamedTuple):

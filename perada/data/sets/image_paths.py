@@ -94,14 +94,14 @@ def _list_readable(files: list[str], root: Path, folder: Path) -> list[str]:
     Raises:
         ModuleNotFoundError: If all images are medical, and the extra that reads them is not installed.
     """
-    images: list[str] = []
+    image_paths: list[str] = []
     unread: list[str] = []
     for file in files:
         kind = medical_kind_of_file(file, folder)
         if kind is not None:
-            (images if is_readable_kind(kind) else unread).append(file)
+            (image_paths if is_readable_kind(kind) else unread).append(file)
         elif file.lower().endswith(IMG_EXTENSIONS):
-            images.append(file)
+            image_paths.append(file)
     unsupported = [file for file in files if file.lower().endswith(UNSUPPORTED_EXTENSIONS)]
     if unsupported:
         counts = Counter(Path(file).suffix.lower() for file in unsupported)
@@ -109,10 +109,10 @@ def _list_readable(files: list[str], root: Path, folder: Path) -> list[str]:
         warnings.warn(f"files in {root} are skipped ({summary}): convert them to PNG or TIFF to use them", stacklevel=4)
     if unread:
         problem = f"{len(unread)} DICOM or NIfTI files in {root}, such as {min(unread)}, cannot be read"
-        if not images:
+        if not image_paths:
             raise ModuleNotFoundError(f"{problem}: pip install 'perada[medical]'")
         warnings.warn(f"{problem} and are skipped: pip install 'perada[medical]' to use them", stacklevel=4)
-    return sorted(images)
+    return sorted(image_paths)
 
 
 def _has_images(folder: Path) -> bool:

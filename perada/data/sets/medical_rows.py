@@ -48,23 +48,23 @@ def add_frames(manifest: Manifest, reading: MedicalReading, foreground_only: boo
     numbers_of = partial(_frame_numbers, reading=reading, foreground_only=foreground_only)
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         numbers_of_files = list(pool.map(numbers_of, manifest.paths, kinds, masks))
-    rows: list[int] = []
+    row_numbers: list[int] = []
     paths: list[str] = []
     mask_paths: list[str] = []
     for row, numbers in enumerate(numbers_of_files):
         mask = masks[row]
         mask_kind = None if mask is None else known_kinds([mask])[0]
         for number in numbers:
-            rows.append(row)
+            row_numbers.append(row)
             paths.append(_numbered_path(manifest.paths[row], number))
             if mask is not None:
                 mask_paths.append(_numbered_path(mask, number if mask_kind == "NIfTI" else None))
-    if not rows:
+    if not row_numbers:
         raise ValueError(
             f"no slice of {abbreviated(manifest.paths)} has a mask with a value above 0; set foreground_only to false"
         )
-    expanded = manifest.rows(np.array(rows, dtype=np.int64))
-    split = None if manifest.split is None else manifest.split[rows]
+    expanded = manifest.rows(np.array(row_numbers, dtype=np.int64))
+    split = None if manifest.split is None else manifest.split[row_numbers]
     return replace(expanded, paths=paths, masks=mask_paths if manifest.masks is not None else None, split=split)
 
 
@@ -98,7 +98,10 @@ def _frame_numbers(
 
 
 def add_groups(
-    manifest: Manifest, dicom_group: DicomGroup | None, clients: Sequence[Any] | None, digest: Callable[[str], str]
+    manifest: Manifest,
+    dicom_group: DicomGroup | None,
+    client_of_image: Sequence[Any] | None,
+    digest: Callable[[str], str],
 ) -> Manifest:
     """Return a manifest with the groups of medical images, which splits never divide.
 
@@ -108,7 +111,7 @@ def add_groups(
     Args:
         manifest: The images.
         dicom_group: What files of a group have in common; None for the frames of a file.
-        clients: Client of each image, if they are known.
+        client_of_image: Client of each image, if they are known.
         digest: Function that hashes a file's content.
     """
     kinds = known_kinds(manifest.paths)
@@ -121,11 +124,11 @@ def add_groups(
     keys = _keys_of_files(files, kinds, dicom_group)
     if not any(keys.values()) and len({*files}) == len(files):
         return manifest
-    names: dict[str, str] = {}
+    group_of_key: dict[str, str] = {}
     for file in files:
-        names.setdefault(keys[file] or file, file)
-    _warn_of_single_group(files, keys, clients, dicom_group)
-    groups = [names[keys[file] or file] for file in files]
+        group_of_key.setdefault(keys[file] or file, file)
+    _warn_of_single_group(files, keys, client_of_image, dicom_group)
+    groups = [group_of_key[keys[file] or file] for file in files]
     identity_of_file: dict[str, str] = {}
     for file in files:
         if file not in identity_of_file:
@@ -189,10 +192,13 @@ def _uids_of_file(file: str) -> list[str]:
 
 
 def _warn_of_single_group(
-    files: Sequence[str], keys: dict[str, str | None], clients: Sequence[Any] | None, dicom_group: DicomGroup | None
+    files: Sequence[str],
+    keys: dict[str, str | None],
+    client_of_image: Sequence[Any] | None,
+    dicom_group: DicomGroup | None,
 ) -> None:
     """Warn of clients whose files, of which there are several, all have one identifier, as after anonymisation."""
-    owners = ["all clients"] * len(files) if clients is None else [str(client) for client in clients]
+    owners = ["all clients"] * len(files) if client_of_image is None else [str(client) for client in client_of_image]
     keys_of_owner: dict[str, set[str | None]] = {}
     files_of_owner: dict[str, set[str]] = {}
     for file, owner in zip(files, owners, strict=True):

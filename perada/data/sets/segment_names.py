@@ -28,7 +28,7 @@ def segment_names(mask: str) -> NamesOfNumbers | None:
     try:
         kind = medical_kind(file)
         if kind == "DICOM":
-            return read_segmentation(file).names
+            return read_segmentation(file).segment_names
     except (MedicalImageError, OSError):
         return None
     if kind != "NIfTI":
@@ -122,12 +122,14 @@ def _check_declared(source: str, name: str, owner: str, class_names: Sequence[st
     )
 
 
-def class_numbers(names: NamesOfNumbers | None, class_names: Sequence[str] | None) -> Mapping[int, int] | None:
+def class_numbers(
+    names_of_numbers: NamesOfNumbers | None, class_names: Sequence[str] | None
+) -> Mapping[int, int] | None:
     """Return the class of each number of a mask, by their names; None if its numbers are those of the classes."""
-    if names is None or class_names is None:
+    if names_of_numbers is None or class_names is None:
         return None
     numbers = {0: 0}
-    for number, name in names.items():
+    for number, name in names_of_numbers.items():
         if name in class_names:
             numbers[number] = list(class_names).index(name)
     return numbers

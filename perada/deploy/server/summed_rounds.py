@@ -281,7 +281,7 @@ class SummedRounds:
         progress = self.progress
 
         def terms(attempt: int) -> SumTerms:
-            return SumTerms(progress.run, progress.done, progress.recipe, contents.options, attempt, of=summand)
+            return SumTerms(progress.run, progress.done, progress.recipe, contents.secure_sums, attempt, of=summand)
 
         state = self.retry_on_disk_failure(lambda: read_sum(self.folder, progress.run, progress.done, summand))
         if state is not None:

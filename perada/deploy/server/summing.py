@@ -182,7 +182,7 @@ class SecureSum:
 
     def _check_candidates(self, able_sites: Mapping[str, object]) -> None:
         """Raise a RejectionError if there are too few sites for an attempt."""
-        min_sites = self._terms(0).options.min_sites
+        min_sites = self._terms(0).secure_sums.min_sites
         if len(able_sites) < min_sites:
             without = ""
             if self._excluded:

@@ -86,7 +86,7 @@ class SumHandler:
             run=request.run,
             round=request.round,
             recipe=request.recipe,
-            options=options,
+            secure_sums=options,
             attempt=request.attempt,
             given=digest_of_message(json.dumps(sent_by_server).encode()),
             of=request.of,

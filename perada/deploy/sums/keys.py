@@ -134,7 +134,7 @@ class SumTerms:
         run: Id of the federation's run.
         round: Counted from 0.
         recipe: Digest of the recipe.
-        options: Options of the recipe.
+        secure_sums: Options of the recipe.
         attempt: Counted from 0, within the round.
         given: Digest of what the server sent for the round: the model to be trained, the rates, the public images. If
             two sites were sent different things, one of them might send back what the server already has, and the
@@ -145,7 +145,7 @@ class SumTerms:
     run: str
     round: int
     recipe: str
-    options: SecureSums
+    secure_sums: SecureSums
     attempt: int = 0
     given: str = ""
     of: str = "update"

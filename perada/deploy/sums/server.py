@@ -51,7 +51,7 @@ class ServerRound:
         self.adverts = {advert.name: advert for advert in adverts}
         self.order = share_order(adverts)
         self._keys_digest = digest_of_json([self.adverts[name].statement() for name in self.order])
-        self._min_sites = terms.options.least(len(self.order))
+        self._min_sites = terms.secure_sums.least(len(self.order))
         self.commitments: dict[str, Commitments] = {}
         self.senders: list[str] = []
         self.lies: dict[str, str] = {}

@@ -144,13 +144,13 @@ class SiteRound:
         """
         num_owners = Counter(name for advert in self._adverts.values() for name in {*advert.numbers.split()})
         max_dropouts = self.num_sites - self._min_survivors
-        min_sites = self.terms.options.min_sites
+        min_sites = self.terms.secure_sums.min_sites
         return {name for name, owners in num_owners.items() if owners - max_dropouts >= min_sites}
 
     @property
     def _min_survivors(self) -> int:
         """Number of sites that must remain until the end, which is also the threshold of the secret sharing."""
-        return self.terms.options.least(self.num_sites)
+        return self.terms.secure_sums.least(self.num_sites)
 
     def advertise(self) -> Advert:
         """Return the signed public keys of this round."""
@@ -182,7 +182,9 @@ class SiteRound:
         own_advert = self.advert
         order = share_order(adverts)
         _require_condition(len({*order}) == len(order), "the list names a site twice")
-        _require_condition(len(order) >= self.terms.options.min_sites, f"{len(order)} sites are too few to hide among")
+        _require_condition(
+            len(order) >= self.terms.secure_sums.min_sites, f"{len(order)} sites are too few to hide among"
+        )
         _require_condition(own_advert in adverts, "the list has different keys for this site, or none")
         self._check_identities(adverts)
         own_digests = received_digests(own_advert)

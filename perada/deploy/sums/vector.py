@@ -57,7 +57,7 @@ class Contents:
     A vector holds weight times state, the logits, the weight, the metrics, and for each metric a 1 if the site has it.
 
     Args:
-        options: Options of the recipe.
+        secure_sums: Options of the recipe.
         example: Example of what a site sends (no client axis).
         logits: Shape (images, ..., classes) of the logits on the public images, with axes for pixels if there are any;
             (0, 0) in a round that is not distilled.
@@ -66,7 +66,7 @@ class Contents:
         noisy: Whether the example holds noisy changes, which sites send as integers, rather than states.
     """
 
-    options: SecureSums
+    secure_sums: SecureSums
     example: State
     logits: tuple[int, ...] = (0, 0)
     metric_names: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class Contents:
                 if factor is None:
                     integers[begin:end] = chunk
                 else:
-                    integers[begin:end] = self.options.to_integers(double(chunk) * factor, num_sites)
+                    integers[begin:end] = self.secure_sums.to_integers(double(chunk) * factor, num_sites)
                 begin = end
         return integers.numpy().view(np.uint64)
 
@@ -135,7 +135,7 @@ class Contents:
         num_metrics = len(self.metric_names)
         state_sizes = [value.numel() for value in self.example.values()]
         *states, logits, scalars = integers.split([*state_sizes, num_logits, 1 + 2 * num_metrics])
-        weight, *values = self.options.real(scalars).tolist()
+        weight, *values = self.secure_sums.real(scalars).tolist()
         totals = values[:num_metrics]
         counts = values[num_metrics:]
 
@@ -166,7 +166,7 @@ class Contents:
         smallest = 0.0
         largest = 0.0
         for sum_chunk, mean_chunk in zip(total.split(_CHUNK), mean.split(_CHUNK), strict=True):
-            value = self.options.real(sum_chunk).div_(weight)
+            value = self.secure_sums.real(sum_chunk).div_(weight)
             if len(value):
                 chunk_min, chunk_max = value.aminmax()
                 smallest = min(smallest, float(chunk_min))

@@ -416,7 +416,7 @@ def test_values_that_a_file_cannot_have(login_node, tmp_path, content, facts):
 def test_jobs_get_threads_and_memory_as_sbatch_reads_them(tmp_path):
     """The script that submitit writes, whose signal and requeue the checkpoints depend on."""
     executor = submitit.SlurmExecutor.__new__(submitit.SlurmExecutor)
-    parameters = ClusterOptions(gpus=1, others={"mem": "8G"}).submitit_parameters(threads=4)
+    parameters = ClusterOptions(gpus=1, other_options={"mem": "8G"}).submitit_parameters(threads=4)
     text = submitit.slurm.slurm._make_sbatch_string(command="true", folder=tmp_path, **parameters)
     del executor
     for line in ("--requeue", "--mem=8G", "--cpus-per-task=4", "--gpus-per-node=1", "--time=60", "--open-mode=append"):
