@@ -204,12 +204,12 @@ def format_inspection(inspection: Inspection) -> str:
         "Rejected by training": inspection.rejections,
         "Cannot be read": inspection.broken,
         "Headers of DICOM and NIfTI files": _header_lines(inspection),
-        "What differs between clients": differences(inspection.client_names, inspection.headers)
+        "What differs between clients": differences(inspection.clients, inspection.headers)
         if inspection.headers
         else [],
         "Values in the masks, in % of the pixels": _mask_value_lines(inspection),
         "In the test split and in training": [" is ".join(pair) for pair in inspection.leaks],
-        "Several clients have it": [" is ".join(pair) for pair in inspection.shared_images],
+        "Several clients have it": [" is ".join(pair) for pair in inspection.shared],
         "One client has it twice": [" is ".join(pair) for pair in inspection.repeated],
         "Equal images have different labels": [" and ".join(pair) for pair in inspection.contradictions],
         "Only one client has it": [f"class {name}: {client}" for name, client in inspection.single_client_classes],
@@ -244,10 +244,10 @@ def inspection_record(inspection: Inspection) -> dict[str, Any]:
 
 def _clients_table(inspection: Inspection, train_counts: Array, test_counts: Array) -> str:
     """Format a table of counts (M, K) by client and class."""
-    classes = inspection.class_names[:MAX_COLUMNS]
-    clients = inspection.client_names[:ROWS]
-    num_more_classes = len(inspection.class_names) - len(classes)
-    num_more_clients = len(inspection.client_names) - len(clients)
+    classes = inspection.classes[:MAX_COLUMNS]
+    clients = inspection.clients[:ROWS]
+    num_more_classes = len(inspection.classes) - len(classes)
+    num_more_clients = len(inspection.clients) - len(clients)
     header = ["client", *classes]
     if num_more_classes:
         header.append(f"… {num_more_classes} more")
@@ -276,7 +276,7 @@ def _clients_table(inspection: Inspection, train_counts: Array, test_counts: Arr
 def _mask_value_lines(inspection: Inspection) -> list[str]:
     """Return the values of each client's masks, side by side, so that differences between clients are seen."""
     lines = []
-    for client, shares in zip(inspection.client_names, inspection.mask_values, strict=False):
+    for client, shares in zip(inspection.clients, inspection.mask_values, strict=False):
         values = [f"{value} ({100 * share:.3g} %)" for value, share in shares.items()]
         lines.append(f"{client}: {abbreviated(values, MAX_COLUMNS)}")
     return lines
@@ -285,7 +285,7 @@ def _mask_value_lines(inspection: Inspection) -> list[str]:
 def _header_lines(inspection: Inspection) -> list[str]:
     """Return the headers of each client's medical images."""
     lines = []
-    for client, headers in zip(inspection.client_names, inspection.headers, strict=False):
+    for client, headers in zip(inspection.clients, inspection.headers, strict=False):
         if headers.counts:
             lines.append(f"{client}: {headers.describe()}")
     return lines
@@ -294,20 +294,20 @@ def _header_lines(inspection: Inspection) -> list[str]:
 def _notes_on_inspection(inspection: Inspection) -> list[str]:
     """Return notes that do not prevent a run."""
     notes = list(inspection.notes)
-    if len(inspection.class_names) == 1 and not inspection.several_labels:
-        notes.append(f"all images are of the class {inspection.class_names[0]}: a run requires at least two classes")
+    if len(inspection.classes) == 1 and not inspection.several_labels:
+        notes.append(f"all images are of the class {inspection.classes[0]}: a run requires at least two classes")
     rare_classes = inspection.train.sum(0) < MIN_IMAGES_OF_CLASS
     if rare_classes.any():
-        names = abbreviated(np.array(inspection.class_names)[rare_classes].tolist(), MAX_NAMES)
+        names = abbreviated(np.array(inspection.classes)[rare_classes].tolist(), MAX_NAMES)
         notes.append(f"fewer than {MIN_IMAGES_OF_CLASS} training images of the class: {names}")
     small_clients = inspection.images[:, 0] < MIN_IMAGES_OF_CLIENT
     if small_clients.any():
-        names = abbreviated(np.array(inspection.client_names)[small_clients].tolist(), MAX_NAMES)
+        names = abbreviated(np.array(inspection.clients)[small_clients].tolist(), MAX_NAMES)
         notes.append(f"fewer than {MIN_IMAGES_OF_CLIENT} training images: {names}")
     untested_clients = inspection.images[:, 1] == 0
     if untested_clients.any():
         notes.append(
-            f"no test images: {abbreviated(np.array(inspection.client_names)[untested_clients].tolist(), MAX_NAMES)}"
+            f"no test images: {abbreviated(np.array(inspection.clients)[untested_clients].tolist(), MAX_NAMES)}"
         )
     return notes
 
@@ -316,7 +316,7 @@ def draw_division(inspection: Inspection, output: Path) -> None:
     """Draw the training images of each client and class, like the report of a run."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with report_style(), writing(output):
-        figure = partition_figure(inspection.train.tolist(), inspection.class_names, inspection.client_names)
+        figure = partition_figure(inspection.train.tolist(), inspection.classes, inspection.clients)
         # Without the version of matplotlib the same data give the same file.
         metadata = {"Software": None} if output.suffix.lower() == ".png" else None
         figure.savefig(output, dpi=100, metadata=metadata)

@@ -38,12 +38,12 @@ from perada.tasks import Task, task_of_labels
 class Inspection:
     """The results of an inspection.
 
-    Duplicates (``leaks``, ``shared_images``, ``repeated``, ``contradictions``) are pairs of names of images whose
+    Duplicates (``leaks``, ``shared``, ``repeated``, ``contradictions``) are pairs of names of images whose
     pixels are equal.
 
     Attributes:
-        client_names: Names of the clients, or their numbers.
-        class_names: Names of the classes, or their numbers.
+        clients: Names of the clients, or their numbers.
+        classes: Names of the classes, or their numbers.
         train: Number of training images (M, K) of each client and class; with several labels, of those that have
             each.
         test: Number of test images (M, K) of each client and class.
@@ -54,7 +54,7 @@ class Inspection:
         modes: Numbers of images by Pillow's mode, such as ``RGB`` or ``I;16``, or by number of channels.
         broken: Error of each file that cannot be read.
         leaks: Test images that are also training images.
-        shared_images: Training images of one client that another client has, too.
+        shared: Training images of one client that another client has, too.
         repeated: Training images that a client has more than once.
         contradictions: Images, of either split, that have other labels than an equal image.
         notes: Warnings and remarks.
@@ -64,8 +64,8 @@ class Inspection:
         headers: Headers of each client's medical images; empty if there are none.
     """
 
-    client_names: list[str]
-    class_names: list[str]
+    clients: list[str]
+    classes: list[str]
     train: Array
     test: Array
     unknown_train: Array
@@ -75,7 +75,7 @@ class Inspection:
     modes: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
     leaks: list[tuple[str, str]] = field(default_factory=list)
-    shared_images: list[tuple[str, str]] = field(default_factory=list)
+    shared: list[tuple[str, str]] = field(default_factory=list)
     repeated: list[tuple[str, str]] = field(default_factory=list)
     contradictions: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -92,13 +92,13 @@ class Inspection:
     @property
     def single_client_classes(self) -> list[tuple[str, str]]:
         """Pairs of a class and the only client with training images of it; empty if there is one client only."""
-        if len(self.client_names) < 2:
+        if len(self.clients) < 2:
             return []
         num_owners = (self.train > 0).sum(0)
         pairs = []
         for k in np.flatnonzero(num_owners == 1):
             owner = int(self.train[:, k].argmax())
-            pairs.append((self.class_names[k], self.client_names[owner]))
+            pairs.append((self.classes[k], self.clients[owner]))
         return pairs
 
 
@@ -156,8 +156,8 @@ def inspect_division(division: Division, run_options: RunOptions | None = None) 
     readable = [facts for facts in train_facts + test_facts if not facts.problem]
     messages = [" ".join(str(warning.message).split()) for warning in recorded_warnings]
     inspection = Inspection(
-        client_names=list(data.client_names or map(str, range(len(data.train)))),
-        class_names=list(data.classes or map(str, range(num_classes))),
+        clients=list(data.client_names or map(str, range(len(data.train)))),
+        classes=list(data.classes or map(str, range(num_classes))),
         train=np.stack([_class_counts(dataset, task, num_classes) for dataset in data.train]),
         test=np.stack([_class_counts(dataset, task, num_classes) for dataset in test]),
         unknown_train=np.stack([_unknown_counts(dataset, task, num_classes) for dataset in data.train]),
@@ -282,7 +282,7 @@ def _find_duplicates(
             if owner in owners_of_digest[facts.digest]:
                 inspection.repeated.append(pair)
             else:
-                inspection.shared_images.append(pair)
+                inspection.shared.append(pair)
         copies.append(facts.name)
         owners_of_digest[facts.digest].add(owner)
     for facts in test_facts:

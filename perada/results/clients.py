@@ -204,10 +204,10 @@ def forget(folder: Path, client: int | str) -> int:
     client_folder = folder / f"client_{number}"
     prefix = f"{client_folder.name}/"
     saved.files = {name: digest for name, digest in saved.files.items() if not name.startswith(prefix)}
-    saved.state_index = _write_without(folder, saved.state_index, number)
+    saved.states = _write_without(folder, saved.states, number)
     write_run(folder, saved)
     if saved.layout == "states":
-        delete_unlisted(folder, saved.state_index)
+        delete_unlisted(folder, saved.states)
     else:
         shutil.rmtree(client_folder, ignore_errors=not client_folder.exists())
     return number
@@ -235,7 +235,7 @@ def _delete_forgotten(folder: Path, saved: RunFile) -> list[int]:
     """Delete the files that an interrupted :func:`forget` left, and return the numbers of their clients."""
     forgotten: list[int] = list(saved.info.get("forgotten", []))
     if saved.layout == "states":
-        deleted_files = delete_unlisted(folder, saved.state_index)
+        deleted_files = delete_unlisted(folder, saved.states)
         return forgotten if deleted_files else []
     deleted = []
     for number in forgotten:

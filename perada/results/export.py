@@ -420,7 +420,7 @@ def shared_run_file(
         rounds = []
         for row in metrics["rounds"] if with_scores else []:
             rounds.append({name: value for name, value in row.items() if not name.endswith(_ENDINGS_OF_FEW_CLIENTS)})
-        return RunFile(num_clients, shared_content, {"rounds": rounds, "clients": {}}, is_shared=True)
+        return RunFile(num_clients, shared_content, {"rounds": rounds, "clients": {}}, shared=True)
 
     client_name = str(client)
     names = info.get("clients")
@@ -435,7 +435,7 @@ def shared_run_file(
     client_metrics = {}
     if with_scores:
         client_metrics = {name: [values[client]] for name, values in metrics["clients"].items()}
-    return RunFile(1, shared_content, {"rounds": [], "clients": client_metrics}, is_shared=True)
+    return RunFile(1, shared_content, {"rounds": [], "clients": client_metrics}, shared=True)
 
 
 def push_folder(write: Callable[[Path], None], repo: str, description: str, private: bool, token: str | None) -> str:

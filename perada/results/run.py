@@ -276,13 +276,13 @@ class Run(Models):
             saved = read_run(folder)
             if saved.layout == "states":
                 new_rows = write_states(
-                    stage, PERSONAL, [number], lambda client: self.state("personal", client), saved.state_index
+                    stage, PERSONAL, [number], lambda client: self.state("personal", client), saved.states
                 )
                 state_of_both = self.state_of_both(number)
                 if state_of_both is not None:
-                    new_rows |= write_states(stage, TYPICAL, [number], lambda _: state_of_both, saved.state_index)
+                    new_rows |= write_states(stage, TYPICAL, [number], lambda _: state_of_both, saved.states)
                 self._write_card(stage, folder, UNKNOWN, with_scores)
-                self._write_run_file(stage, saved.files, with_scores, saved.state_index | new_rows)
+                self._write_run_file(stage, saved.files, with_scores, saved.states | new_rows)
             else:
                 digests = self._write_adapters(
                     stage,
@@ -444,10 +444,10 @@ class Run(Models):
             info,
             metrics,
             global_models=len(self._global),
-            is_shared=self._personal is None or "adapter_of" in self.info,
+            shared=self._personal is None or "adapter_of" in self.info,
             files=digests,
             layout="adapters" if state_index is None else "states",
-            state_index=state_index or {},
+            states=state_index or {},
         )
         write_run(folder, content)
 
@@ -575,13 +575,13 @@ class Run(Models):
         info = saved.info
         adapted = rebuilt(folder, info, backbone, parse_config(folder))
         like = get_state(adapted.model)
-        global_files = StateFiles(folder, GLOBAL, saved.state_index, like)
-        personal_files = StateFiles(folder, PERSONAL, saved.state_index, like)
+        global_files = StateFiles(folder, GLOBAL, saved.states, like)
+        personal_files = StateFiles(folder, PERSONAL, saved.states, like)
         fixed = PeftFolders(adapted).fixed
-        fixed_files = StateFiles(folder, FIXED, saved.state_index, fixed)
+        fixed_files = StateFiles(folder, FIXED, saved.states, fixed)
         absent = {*info.get("forgotten", ()), *info.get("elsewhere", ())}
         clients_with_rows = set(personal_files.numbers)
-        shared = saved.is_shared
+        shared = saved.shared
         global_files.require(range(saved.global_models))
         global_states = [global_files(index) for index in range(saved.global_models)]
         if not shared:
@@ -602,7 +602,7 @@ class Run(Models):
             # Clients that share the global adapter beside some that joined.
             return global_states[0]
 
-        typical_files = StateFiles(folder, TYPICAL, saved.state_index)
+        typical_files = StateFiles(folder, TYPICAL, saved.states)
 
         def state_of_both(client: int) -> State | None:
             return typical_files(client) if client in typical_files.numbers else None
@@ -626,7 +626,7 @@ class Run(Models):
             global_states = [peft_folders.load(folder / name, config) for name in names]
         if "adapter_of" in info:
             return cls(adapted, global_states, lambda _: global_states[0], saved.num_clients, saved.metrics, info)
-        if saved.is_shared:
+        if saved.shared:
             return cls(adapted, global_states, None, saved.num_clients, saved.metrics, info)
         absent = {*info.get("forgotten", ()), *info.get("elsewhere", ())}
         personal_states = {}

@@ -247,9 +247,9 @@ class RunFile:
         info: See :class:`perada.Run`.
         metrics: See :class:`perada.Run`.
         global_models: Number of states that the global model averages.
-        is_shared: Whether clients have no personal states.
+        shared: Whether clients have no personal states.
         layout: Where the states are.
-        state_index: Rows of the files of states, by file.
+        states: Rows of the files of states, by file.
         train_sizes: Training images of each client, for a fit.
         command: The command line, word by word.
         files: Digests of the other files of tensors and of the adapter's configuration, by their paths in the folder.
@@ -259,9 +259,9 @@ class RunFile:
     info: dict[str, Any]
     metrics: dict[str, Any]
     global_models: int = 1
-    is_shared: bool = False
+    shared: bool = False
     layout: Layout = "adapters"
-    state_index: StateIndex = field(default_factory=dict)
+    states: StateIndex = field(default_factory=dict)
     train_sizes: list[int] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
@@ -290,7 +290,7 @@ class RunFile:
     def _check_states(self) -> None:
         num_rows = {GLOBAL: self.global_models, PERSONAL: self.num_clients, FIXED: 1, TYPICAL: self.num_clients}
         seen: dict[str, set[int]] = {kind: set() for kind in num_rows}
-        for name, part in self.state_index.items():
+        for name, part in self.states.items():
             if STATE_FILE.fullmatch(name) is None:
                 raise KeyError(f"states has {name[:40]!r}, which is not the name of a file of states")
             kind = kind_of(name)
@@ -418,7 +418,7 @@ def naming(subject: Path | str, remedy: str = "restore an intact copy, save it a
 
 def write_run(folder: Path, run_file: RunFile) -> None:
     """Write ``run.json`` into a folder, completely or not at all."""
-    states = {name: vars(part) for name, part in run_file.state_index.items()}
+    states = {name: vars(part) for name, part in run_file.states.items()}
     write_json(folder / RUN_FILE, {"format": FORMAT} | vars(run_file) | {"states": states})
 
 
@@ -451,7 +451,7 @@ def read_run(folder: Path) -> RunFile:
             raise ValueError("it has no entries")
         check_format(path, content.pop("format"), FORMAT)
         states = {name: StateRows(**part) for name, part in content.pop("states").items()}
-        run_file = RunFile(**content, state_index=states)
+        run_file = RunFile(**content, states=states)
         run_file.metrics = numbers_of(run_file.metrics)
         if run_file.info.get("privacy"):
             run_file.info["privacy"] = _replace_values(run_file.info["privacy"], _from_json)

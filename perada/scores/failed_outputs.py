@@ -26,13 +26,13 @@ class FailedOutputs:
         model: ``personal`` for the model of a client, whichever clients the images are of; ``global`` for the global
             model.
         client: The client whose model it is or, of the global model, whose images they are.
-        num_images: Number of images.
+        images: Number of images.
         since: Number of rounds after which it was noticed first, without an evaluation without such outputs since.
     """
 
     model: Literal["personal", "global"]
     client: int
-    num_images: int
+    images: int
     since: int
 
     def describe(self, client_names: Sequence[str] | None = None) -> str:
@@ -47,8 +47,8 @@ class FailedOutputs:
         'the model of client 0 on 12 test images, since round 3'
         """
         client_label = _label_client(self.client, client_names)
-        plural = "" if self.num_images == 1 else "s"
-        count = f"{self.num_images} test image{plural}"
+        plural = "" if self.images == 1 else "s"
+        count = f"{self.images} test image{plural}"
         first_round = f"round {self.since}" if self.since else "before round 1"
         if self.model == "global":
             return f"the global model on {count} of {client_label}, since {first_round}"
@@ -132,5 +132,5 @@ def dated(current: Sequence[FailedOutputs], earlier: Sequence[FailedOutputs]) ->
     dated_entries = []
     for entry in current:
         first = since.get((entry.model, entry.client), entry.since)
-        dated_entries.append(FailedOutputs(entry.model, entry.client, entry.num_images, first))
+        dated_entries.append(FailedOutputs(entry.model, entry.client, entry.images, first))
     return dated_entries

@@ -434,7 +434,7 @@ def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
         test_images=metrics.get("test_images", []),
         command=run_file.command,
         seed=run_file.info.get("seed"),
-        personal_models=not run_file.is_shared,
+        personal_models=not run_file.shared,
     )
 
 

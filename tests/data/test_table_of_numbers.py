@@ -213,7 +213,7 @@ def test_an_inspection_counts_images_and_not_numbers(tmp_path):
     """Doses are mostly below 1, and no image lacks one."""
     table = ImageTable(write(tmp_path), numbers=["age", "dose"], size=16)
     inspection = inspect_division(Division(table, IID(2)))
-    assert inspection.class_names == ["age", "dose"]
+    assert inspection.classes == ["age", "dose"]
     assert inspection.train.tolist() == [[4, 4], [4, 4]]
     assert inspection.test.sum(0).tolist() == [4, 4]
     assert not inspection.unknown_train.any()

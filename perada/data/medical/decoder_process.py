@@ -14,6 +14,7 @@ import os
 import struct
 import sys
 import warnings
+from dataclasses import dataclass
 from importlib import import_module
 from typing import IO, Any
 
@@ -23,21 +24,35 @@ COPIES_OF_FRAME = 16
 """Memory that decoding a frame may take, in sizes of the decoded frame: decoders compute in 32 bits."""
 
 
-def read_message(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
-    """Read a header and the bytes after it; None at the end of the stream."""
+@dataclass(frozen=True)
+class DecoderMessage:
+    """A request to the process, or its answer.
+
+    Attributes:
+        header: What JSON can hold.
+        content: Bytes: the compressed frame of a request, the values of an answer.
+    """
+
+    header: dict[str, Any]
+    content: bytes
+
+
+def read_message(stream: IO[bytes]) -> DecoderMessage | None:
+    """Read a message; None at the end of the stream."""
     length = stream.read(4)
     if len(length) < 4:
         return None
     header = json.loads(stream.read(struct.unpack("<I", length)[0]))
-    return header, stream.read(header["size"])
+    return DecoderMessage(header, stream.read(header["size"]))
 
 
-def write_message(stream: IO[bytes], header: dict[str, Any], content: bytes) -> None:
-    """Write a header and the bytes after it."""
-    encoded = json.dumps(header | {"size": len(content)}).encode()
+def write_message(stream: IO[bytes], message: DecoderMessage) -> None:
+    """Write a message, with the size of its content in its header."""
+    header = message.header | {"size": len(message.content)}
+    encoded = json.dumps(header).encode()
     stream.write(struct.pack("<I", len(encoded)))
     stream.write(encoded)
-    stream.write(content)
+    stream.write(message.content)
     stream.flush()
 
 
@@ -61,23 +76,26 @@ def _limit_memory(used: int, frame_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
 
 
-def _decode_frame(request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
+def _decode_frame(request: DecoderMessage) -> DecoderMessage:
     """Return the answer to a request: type and shape of the frame, and its values."""
     # The other process imports this file, too, also where pydicom is not installed.
     from pydicom.encaps import encapsulate
     from pydicom.pixels import get_decoder
 
-    decoder = get_decoder(request["syntax"])
-    plugins = [name for name in request["plugins"] if name in decoder.available_plugins]
+    decoder = get_decoder(request.header["syntax"])
+    plugins = [name for name in request.header["plugins"] if name in decoder.available_plugins]
     array, properties = decoder.as_array(
-        encapsulate([content]), index=0, decoding_plugin=plugins[0] if plugins else "", **request["options"]
+        encapsulate([request.content]),
+        index=0,
+        decoding_plugin=plugins[0] if plugins else "",
+        **request.header["options"],
     )
     header = {
         "dtype": array.dtype.str,
         "shape": list(array.shape),
         "photometric": str(properties["photometric_interpretation"]),
     }
-    return header, array.tobytes()
+    return DecoderMessage(header, array.tobytes())
 
 
 def answer_requests() -> None:
@@ -89,17 +107,15 @@ def answer_requests() -> None:
     import_module("pydicom.pixels")
     used_at_start = _used_memory()
     is_last = False
-    while not is_last and (message := read_message(requests)) is not None:
-        request, content = message
-        _limit_memory(_used_memory(), request["frame_bytes"])
+    while not is_last and (request := read_message(requests)) is not None:
+        _limit_memory(_used_memory(), request.header["frame_bytes"])
         try:
-            header, values = _decode_frame(request, content)
+            answer = _decode_frame(request)
         except Exception as error:  # decoders raise many types, whose texts may quote the file
-            header = {"error": type(error).__name__}
-            values = b""
+            answer = DecoderMessage({"error": type(error).__name__}, b"")
         # Decoders do not free all of the memory of a frame that they cannot decode.
-        is_last = _used_memory() - len(values) > used_at_start + SPARE_BYTES
-        write_message(answers, header | {"is_last": is_last}, values)
+        is_last = _used_memory() - len(answer.content) > used_at_start + SPARE_BYTES
+        write_message(answers, DecoderMessage(answer.header | {"is_last": is_last}, answer.content))
 
 
 if __name__ == "__main__":

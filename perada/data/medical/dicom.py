@@ -29,7 +29,7 @@ from perada.data.medical.headers import (
     text,
     transfer_syntax,
 )
-from perada.data.medical.isolation import DECODER
+from perada.data.medical.isolation import DECODER, DecodedFrame
 from perada.data.medical.segmented_tables import expand_segments
 from perada.data.medical.windows import (
     AUTO,
@@ -129,17 +129,17 @@ def decode_dicom(source: str | Path | IO[bytes], frame: int | None, window: Wind
     with open_source(source) as file:
         opened, part = _read_frame(file, frame)
     if part is None:
-        values, photometric = _stored_values(opened)
+        decoded = _decode_stored(opened)
     else:
-        values, photometric = _decode_part(opened, part)
-    if photometric in MONOCHROME:
-        return _grey_levels(opened, values, window)
-    if photometric == "PALETTE COLOR":
-        return _palette_colours(opened, values)
-    if photometric != "RGB":
-        raise MedicalImageError(f"its colours are {photometric}, which was not converted", _DECOMPRESS)
+        decoded = _decode_part(opened, part)
+    if decoded.photometric in MONOCHROME:
+        return _grey_levels(opened, decoded.values, window)
+    if decoded.photometric == "PALETTE COLOR":
+        return _palette_colours(opened, decoded.values)
+    if decoded.photometric != "RGB":
+        raise MedicalImageError(f"its colours are {decoded.photometric}, which was not converted", _DECOMPRESS)
     shift = opened.format.bits_stored - 8
-    colours = values >> shift if shift > 0 else values
+    colours = decoded.values >> shift if shift > 0 else decoded.values
     return cast(Pixels, colours.astype(np.uint8))
 
 
@@ -193,12 +193,11 @@ def stored_values(frame: DicomFrame) -> Values:
     Raises:
         MedicalImageError: If they are damaged.
     """
-    values, _ = _stored_values(frame)
-    return values
+    return _decode_stored(frame).values
 
 
-def _stored_values(frame: DicomFrame) -> tuple[Values, str]:
-    """Return the values of a frame (H, W) or (H, W, 3), and their photometric interpretation."""
+def _decode_stored(frame: DicomFrame) -> DecodedFrame:
+    """Decode a frame as it is stored."""
     if frame.format.is_encapsulated:
         return _decompress_frame(frame)
     return _native_values(frame)
@@ -223,7 +222,7 @@ def _decode_options(frame: DicomFrame) -> dict[str, Any]:
     return options
 
 
-def _native_values(frame: DicomFrame) -> tuple[Values, str]:
+def _native_values(frame: DicomFrame) -> DecodedFrame:
     """Return the values of a frame that is not compressed."""
     stored_as = frame.format
     element = frame.dataset[stored_as.keyword]
@@ -239,7 +238,7 @@ def _native_values(frame: DicomFrame) -> tuple[Values, str]:
     if stored_as.bits_allocated == 1:
         bits = np.frombuffer(content, np.uint8, (start % 8 + stored_as.frame_bits + 7) // 8, start // 8)
         values = np.unpackbits(bits, bitorder="little")[start % 8 :][: stored_as.frame_bits]
-        return values.reshape(stored_as.rows, stored_as.columns), stored_as.photometric
+        return DecodedFrame(values.reshape(stored_as.rows, stored_as.columns), stored_as.photometric)
     if stored_as.syntax == BIG_ENDIAN and stored_as.bits_allocated == 8 and element.VR == "OW":
         # Bytes are in words, whose order was swapped; frames of an odd length begin in the middle of one.
         even = content[: len(content) // 2 * 2]
@@ -247,7 +246,7 @@ def _native_values(frame: DicomFrame) -> tuple[Values, str]:
     return _decode_part(frame, content[start // 8 : (start + stored_as.frame_bits) // 8])
 
 
-def _decode_part(frame: DicomFrame, part: bytes) -> tuple[Values, str]:
+def _decode_part(frame: DicomFrame, part: bytes) -> DecodedFrame:
     """Return the values of a frame that is not compressed, from its bytes."""
     from pydicom.pixels import get_decoder
 
@@ -263,7 +262,7 @@ def _decode_part(frame: DicomFrame, part: bytes) -> tuple[Values, str]:
         raise MedicalImageError(f"its pixel data do not fit its header ({type(error).__name__})") from None
     if stored_as.keyword == "PixelData":
         values = _used_bits(values, stored_as)
-    return values, str(properties["photometric_interpretation"])
+    return DecodedFrame(values, str(properties["photometric_interpretation"]))
 
 
 def _used_bits(values: Values, stored_as: PixelFormat) -> Values:
@@ -277,7 +276,7 @@ def _used_bits(values: Values, stored_as: PixelFormat) -> Values:
     return (values << above) >> (above + below)
 
 
-def _decompress_frame(frame: DicomFrame) -> tuple[Values, str]:
+def _decompress_frame(frame: DicomFrame) -> DecodedFrame:
     """Return the values of a compressed frame."""
     from pydicom.encaps import encapsulate, get_frame
     from pydicom.pixels import get_decoder
@@ -317,7 +316,7 @@ def _decompress_frame(frame: DicomFrame) -> tuple[Values, str]:
         raise
     except Exception as error:  # decoders raise many types
         raise MedicalImageError(f"its compressed pixel data are damaged ({type(error).__name__})") from None
-    return values, str(properties["photometric_interpretation"])
+    return DecodedFrame(values, str(properties["photometric_interpretation"]))
 
 
 def _grey_levels(frame: DicomFrame, values: Values, window: Window) -> Pixels:

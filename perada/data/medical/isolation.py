@@ -7,12 +7,13 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from perada.data.medical.decoder_process import read_message, write_message
+from perada.data.medical.decoder_process import DecoderMessage, read_message, write_message
 from perada.data.medical.errors import MedicalImageError
 
 SECONDS = 10.0
@@ -20,6 +21,19 @@ SECONDS = 10.0
 SECONDS_PER_MEGABYTE = 0.5
 """Further time for each megabyte of the decoded frame."""
 _PROGRAM = Path(__file__).with_name("decoder_process.py")
+
+
+@dataclass(frozen=True)
+class DecodedFrame:
+    """The values of a frame.
+
+    Attributes:
+        values: The values (H, W) or (H, W, 3).
+        photometric: Their photometric interpretation.
+    """
+
+    values: np.ndarray[Any, Any]
+    photometric: str
 
 
 class DecoderProcess:
@@ -34,7 +48,7 @@ class DecoderProcess:
 
     def decode(
         self, frame: bytes, syntax: str, plugins: list[str], options: dict[str, Any], frame_bytes: int
-    ) -> tuple[np.ndarray[Any, Any], str]:
+    ) -> DecodedFrame:
         """Decode a frame.
 
         Args:
@@ -44,23 +58,20 @@ class DecoderProcess:
             options: Options of pydicom's ``Decoder.as_array``.
             frame_bytes: Bytes of the decoded frame.
 
-        Returns:
-            The values (H, W) or (H, W, 3), and their photometric interpretation.
-
         Raises:
             MedicalImageError: If the frame is damaged.
         """
         request = {"syntax": syntax, "plugins": plugins, "options": options, "frame_bytes": frame_bytes}
         seconds = SECONDS + SECONDS_PER_MEGABYTE * frame_bytes / 2**20
         with self._lock:
-            answer = self._send_request(request, frame, seconds)
-        header, content = answer
+            answer = self._send_request(DecoderMessage(request, frame), seconds)
+        header = answer.header
         if "error" in header:
             raise MedicalImageError(f"its compressed pixel data are damaged ({header['error']})")
-        values = np.frombuffer(content, dtype=np.dtype(header["dtype"])).reshape(header["shape"])
-        return values, header["photometric"]
+        values = np.frombuffer(answer.content, dtype=np.dtype(header["dtype"])).reshape(header["shape"])
+        return DecodedFrame(values, header["photometric"])
 
-    def _send_request(self, request: dict[str, Any], frame: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
+    def _send_request(self, request: DecoderMessage, seconds: float) -> DecoderMessage:
         """Send a request and return the answer; an answer with ``error`` if the process crashed or took too long."""
         process = self._running_process()
         assert process.stdin is not None and process.stdout is not None
@@ -77,17 +88,17 @@ class DecoderProcess:
         try:
             # The process may have crashed, and its pipe be closed.
             with suppress(OSError, ValueError):
-                write_message(process.stdin, request, frame)
+                write_message(process.stdin, request)
                 answer = read_message(process.stdout)
         finally:
             timer.cancel()
-        if answer is not None and len(answer[1]) == answer[0]["size"]:
-            if answer[0]["is_last"]:
+        if answer is not None and len(answer.content) == answer.header["size"]:
+            if answer.header["is_last"]:
                 self.close()
             return answer
         self.close()
         reason = f"not decoded in {seconds:.0f} s" if timed_out.is_set() else "the decoder crashed"
-        return {"error": reason}, b""
+        return DecoderMessage({"error": reason}, b"")
 
     def _running_process(self) -> subprocess.Popen[bytes]:
         """Return the process, started if there is none. A forked process does not use that of its parent."""

@@ -52,6 +52,7 @@ RECIPE = recipes.recipe(
     distillation={"steps": 1, "batch_size": 4},
 )
 TIMES = ("sha256", "seconds", "seconds_per_round")
+SEARCH_TIMES = (*TIMES, "seconds_of_rounds")
 WAIT_SECONDS = 200
 
 
@@ -313,6 +314,36 @@ def test_two_users_at_once(slurm, undisturbed):
         assert results_of(folder) == of_seed(undisturbed, 0)
         assert {path.owner() for path in folder.rglob("*")} == {user}
         shutil.rmtree(folder)
+
+
+def choose(*words):
+    """Return the words of a search among all methods, of which each that has a second row has the same images."""
+    search = ["choose", "slow.yaml", "--budget", "4m", "--seeds", "0", "--trainer.callbacks=null"]
+    return [sys.executable, "-m", "perada", *search, *words]
+
+
+def trials_of(folder, name):
+    """Return the records of a search without times, by what was run."""
+    trials = {}
+    for record in json.loads((folder / name / "results.json").read_text()):
+        key = (record["stage"], record["label"], record["seed"], json.dumps(record["point"], sort_keys=True))
+        trials[key] = {name: value for name, value in record.items() if name not in SEARCH_TIMES}
+    return trials
+
+
+def test_a_search_runs_its_trials_as_jobs(slurm, folder):
+    on_cluster = ["--launcher", "slurm", "--array_parallelism", "2", "--partition", "all", "--output", "cluster"]
+    output = finish(start(slurm, folder, choose(*on_cluster)))
+    assert "jobs submitted" in output
+    finish(start(slurm, folder, choose("--output", "machine")))
+    cluster, machine = trials_of(folder, "cluster"), trials_of(folder, "machine")
+    # How many trials fit into the budget depends on the time that they take.
+    common = cluster.keys() & machine.keys()
+    assert len({label for _, label, _, _ in common}) > 2
+    assert {key: cluster[key] for key in common} == {key: machine[key] for key in common}
+    assert (folder / "cluster" / "best.yaml").is_file()
+    # The same command has nothing left to run.
+    assert "jobs submitted" not in finish(start(slurm, folder, choose(*on_cluster)))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can hide a folder from a node")
