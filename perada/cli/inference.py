@@ -189,9 +189,9 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--output", type=Path, required=True, help="Folder for client_0, client_1, … and global.")
     parser.add_argument(
         "--format",
-        type=Literal["peft", "onnx", "safetensors", "torch-export"],
+        type=Literal["peft", "onnx", "safetensors", "torch-export", "monai"],
         default="peft",
-        help="Format of the files. All but peft write a single model.",
+        help="Format of the files. All but peft write a single model; monai writes it as a MONAI bundle.",
     )
     parser.add_argument("--client", help="Name or number of the client whose model to write.")
     parser.add_argument(
@@ -221,8 +221,8 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         return
     if layout_of(options.run) == "adapters":
         raise ValueError(
-            f"{str(options.run)!r} already has its adapters as PEFT folders; use --format=onnx, safetensors or "
-            "torch-export to write one of its models"
+            f"{str(options.run)!r} already has its adapters as PEFT folders; use --format=onnx, safetensors, "
+            "torch-export or monai to write one of its models"
         )
     run = open_run(options.run, trust=options.trust)
     check_none_lost(options.output, run.info)

@@ -22,6 +22,7 @@ from perada.core.states import State, images_dtype
 from perada.data.sets.arrays import Photographs
 from perada.engine.precision import tolerance_of
 from perada.federation.options import Prediction
+from perada.results import monai_bundle
 from perada.results.both_network import BothModelsNetwork
 from perada.results.cards import privacy_card, render_template
 from perada.results.clients import joined_clients
@@ -34,8 +35,14 @@ from perada.scores.accumulation import finite_outputs
 from perada.scores.failed_outputs import REMEDY, FailedOutputsError
 from perada.tasks.base import make_task
 
-Format = Literal["onnx", "safetensors", "torch-export"]
-FILES: dict[Format, str] = {"onnx": "model.onnx", "safetensors": "model.safetensors", "torch-export": "model.pt2"}
+Format = Literal["onnx", "safetensors", "torch-export", "monai"]
+FILES: dict[Format, str] = {
+    "onnx": "model.onnx",
+    "safetensors": "model.safetensors",
+    "torch-export": "model.pt2",
+    "monai": monai_bundle.MODEL_FILE,
+}
+"""The file of the model, in the folder of the export."""
 TOLERANCE = 1e-4
 """Largest difference of logits between the file and the run, relative to the largest logit, in single precision."""
 _ReadModel = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
@@ -47,6 +54,8 @@ def export_model(
     run: Run, client: int | str | None, form: Format, folder: Path, prediction: Prediction | None = None
 ) -> str:
     """Write a client's model, both of its models as one, or the global one, with its preprocessing and a README.
+
+    The format ``monai`` is a MONAI bundle: an ONNX file, the metadata, and the configuration of an inference.
 
     If PEFT can merge the adapter into the backbone's weights, it is merged. The file is read again, and its logits
     on photographs are compared with the run's. Existing files in ``folder`` are kept until both files are written.
@@ -71,10 +80,15 @@ def export_model(
     """
     check_choice("format", form, list(FILES))
     check_choice("prediction", prediction, [None, *get_args(Prediction)])
-    check_exported_model(folder, FILES[form])
-    if form == "onnx":
+    readme = "README.md"
+    files: tuple[str, ...] = (FILES[form],)
+    if form == "monai":
+        readme = monai_bundle.README_FILE
+        files = monai_bundle.BUNDLE_FILES
+    check_exported_model(folder, files, readme)
+    if form in ("onnx", "monai"):
         for package in _ONNX_PACKAGES:
-            installed(package, "format=onnx", "onnx")
+            installed(package, f"format={form}", "onnx")
     number = None if client is None else run.number(client)
     chosen = _choose_models(run, client, form, prediction)
     exported = _find_exported(run, number, chosen)
@@ -87,6 +101,10 @@ def export_model(
         "backbone": json.dumps(run.info["backbone"]),
     }
     with torch.no_grad(), together(folder) as stage:
+        for name in (*files, readme):
+            (stage / name).parent.mkdir(exist_ok=True)
+        if form == "monai":
+            monai_bundle.write_bundle_files(stage, _bundle_facts(run, client, chosen))
         for variant in exported.variants(samples):
             variant.model.requires_grad_(False)
             expected = variant.run_outputs(samples)
@@ -115,8 +133,27 @@ def export_model(
             f"{description} Its logits on {len(samples)} samples differ from the run's by at most {difference:.1e}."
         )
         text = _format_readme(run, client, number, form, chosen, summary)
-        (stage / "README.md").write_text(f"{text}\n", encoding="utf-8")
+        (stage / readme).write_text(f"{text}\n", encoding="utf-8")
     return summary
+
+
+def _bundle_facts(run: Run, client: int | str | None, chosen: ChosenPrediction) -> monai_bundle.BundleFacts:
+    """Return what a MONAI bundle states about an exported model; see :func:`_format_readme`."""
+    names = run.info.get("classes") or [str(number) for number in range(run.info["num_classes"])]
+    models = {
+        "global": "global model",
+        "personal": f"personal model of client {client}",
+        "both": f"personal and global model of client {client}",
+    }
+    title = models[chosen.prediction]
+    backbone = run.info["backbone"] or "a network of the user"
+    return monai_bundle.BundleFacts(
+        preprocessing=preprocessing_for(run, client),
+        task=make_task(run.info["task"]),
+        outputs=tuple(names),
+        title=f"The {title} of a run of perada",
+        description=f"The {title} of federated training by {run.info['algorithm']} on {backbone}.",
+    )
 
 
 def _choose_models(run: Run, client: int | str | None, form: Format, prediction: Prediction | None) -> ChosenPrediction:
@@ -130,7 +167,7 @@ def _choose_models(run: Run, client: int | str | None, form: Format, prediction:
     if prediction == "both":
         raise OptionError(
             "prediction='both' is not supported with format='safetensors', which holds the tensors of one network; "
-            "choose the format onnx, torch-export or peft",
+            "choose the format onnx, monai, torch-export or peft",
             name="prediction",
             value="both",
         )
@@ -157,7 +194,12 @@ def _write_and_read(
         OSError: If the file cannot be written.
         ValueError: If the model cannot be exported.
     """
-    writers = {"onnx": _write_onnx, "safetensors": _write_safetensors, "torch-export": _write_torch_export}
+    writers = {
+        "onnx": _write_onnx,
+        "safetensors": _write_safetensors,
+        "torch-export": _write_torch_export,
+        "monai": _write_onnx,
+    }
     try:
         read_model = writers[form](model, samples, path, metadata)
         outputs = read_model(samples)
@@ -192,6 +234,7 @@ def _format_readme(
         form=form,
         client=client,
         prediction=chosen.prediction,
+        files_of_images=monai_bundle.reads_image_files(run.preprocessing),
         info=run.info,
         shape=run.preprocessing.shape,
         summary=summary,

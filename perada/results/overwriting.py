@@ -6,7 +6,7 @@ perada writes no links, so the target of a link is not read, which may be a file
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from perada.results.run_file import RUN_FILE, STATE_FILE, TYPICAL_FILE, finish_interrupted_move
@@ -82,15 +82,20 @@ def is_run_file(path: Path) -> bool:
     return isinstance(entries, dict) and len(_RUN_KEYS & entries.keys()) > 1
 
 
-def check_exported_model(folder: Path, file_name: str) -> None:
-    """Check that a model may be exported to a folder: that its README and file replace only those of an earlier export.
+def check_exported_model(folder: Path, files: Iterable[str], readme_name: str = "README.md") -> None:
+    """Check that a model may be exported to a folder: that its files replace only those of an earlier export.
 
     The folder of a saved run has a README too, in which users may write.
+
+    Args:
+        folder: The folder.
+        files: Paths of the files in it.
+        readme_name: Path of the README in it.
 
     Raises:
         FileExistsError: If they would replace another README, or a file without a README.
     """
-    readme = folder / "README.md"
+    readme = folder / readme_name
     if readme.exists():
         if readme.is_symlink():
             raise foreign_file(readme)
@@ -99,8 +104,10 @@ def check_exported_model(folder: Path, file_name: str) -> None:
                 f"{str(readme)!r} is not the README of an exported model, so it is not replaced; choose a different "
                 "folder, or move it away"
             )
-    elif (folder / file_name).exists():
-        raise foreign_file(folder / file_name)
+        return
+    for name in files:
+        if (folder / name).exists():
+            raise foreign_file(folder / name)
 
 
 def foreign_file(path: Path) -> FileExistsError:
