@@ -31,6 +31,7 @@ from perada.lightning.trainer_setup import check_trainer
 from perada.lightning.trainers import make_trainer
 from perada.models.backbones import count_outputs
 from perada.models.configurations import AdapterChoice
+from perada.models.text_head import TextHead
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of
 from perada.results.restore import plain_data
@@ -74,6 +75,7 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     task: Task | None = None,
     image_size: int | None = None,
     train_backbone: bool = False,
+    text_head: TextHead | dict[str, Any] | None = None,
     algorithm: str | Algorithm = "perada",
     algorithm_options: dict[str, Any] | None = None,
     rounds: int = 10,
@@ -118,6 +120,8 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
         image_size: Side of the images in pixels: uint8 images are resized to it, ViTs built for it. A datamodule has
             its own.
         train_backbone: Train the backbone's parameters in addition to the adapter's.
+        text_head: Head from the names of the classes, for ``hf:`` backbones with a text tower, as a dictionary such as
+            ``{"templates": ["a photo of a {}."]}`` (docs/adapters.md); by default a linear one.
         algorithm: ``perada``, ``fedavg``, ``ditto``, … (docs/algorithms.md lists them), or an algorithm.
         algorithm_options: Options of the named algorithm, for example ``{"prox_strength": 0.1}`` of ``ditto``.
         rounds: Communication rounds; 0 returns the initial states.
@@ -200,6 +204,7 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
         "num_classes": num_classes,
         "image_size": data.image_size,
         "train_backbone": train_backbone,
+        "text_head": options_of(TextHead, "text_head", text_head),
     }
     loop_options: dict[str, Any] = {
         "algorithm": chosen_algorithm,
@@ -268,7 +273,7 @@ def to_yaml_value(value: object) -> YamlValue:
         parameters = inspect.signature(type(value)).parameters
         init_args = {name: to_yaml_value(getattr(value, name)) for name in parameters if hasattr(value, name)}
         return {"class_path": class_path_of(type(value)), "init_args": init_args}
-    if is_dataclass(value) and not isinstance(value, type) and type(value) in OPTION_CLASSES.values():
+    if is_dataclass(value) and not isinstance(value, type) and type(value) in (TextHead, *OPTION_CLASSES.values()):
         return to_yaml_value(asdict(value))
     return shorten(repr(value), 500, placeholder="...")
 

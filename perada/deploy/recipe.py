@@ -108,12 +108,18 @@ class Recipe:
         """Device of the models."""
         return self.trainer.strategy.root_device
 
+    @property
+    def class_names(self) -> Sequence[str] | None:
+        """Names of the classes, if they are known; at a site after the set-up of its data."""
+        return self.data.classes
+
     def build(self, num_classes: int, task: Task) -> None:
         """Build the network, without caching features: server and sites must compute the same bits from images."""
         self.module.build(
             num_classes,
             task,
             self.loop.seed,
+            classes=self.class_names,
             merges=self.loop.algorithm.merges_into_backbone,
             training=replace(self.loop.training, cache_features=False),
             evaluation=self.loop.evaluation,
@@ -309,6 +315,11 @@ class ServerRecipe(Recipe):
     task: Task = field(default_factory=Classification)
     classes: Sequence[str] | None = None
     loggers: Sequence[Logger] = ()
+
+    @property
+    def class_names(self) -> Sequence[str] | None:
+        """Names of the classes, if the recipe has them."""
+        return self.classes
 
 
 class PublicImages:

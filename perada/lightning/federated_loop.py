@@ -258,6 +258,7 @@ class FederatedLoop(pl.Callback):
             data.num_classes,
             data.task,
             self.seed,
+            classes=data.classes,
             merges=self.algorithm.merges_into_backbone,
             training=self.training,
             evaluation=self.evaluation,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The LightningModule: one frozen backbone with one adapter slot, the local step, and the evaluation of all models."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cached_property, partial
 from pathlib import PurePath
@@ -28,6 +29,7 @@ from perada.models.blocks import repeated_blocks
 from perada.models.configurations import AdapterChoice
 from perada.models.merging import TrainBackbone
 from perada.models.spec import ModelSpec, frozen_digest
+from perada.models.text_head import TextHead
 from perada.scores.failed_outputs import dated
 from perada.scores.metrics import Metric, make_metrics
 from perada.tasks import Classification, Task
@@ -61,6 +63,8 @@ class FederatedClassifier(pl.LightningModule):
         num_classes: Number of classes; by default that of the data.
         image_size: Side of the images in pixels, where the backbone is built for one size (ViT).
         train_backbone: Train the backbone's parameters in addition to the adapter's.
+        text_head: Head from the names of the classes, for ``hf:`` backbones with a text tower (docs/adapters.md); by
+            default a linear one.
 
     Raises:
         ValueError: If an option cannot be used.
@@ -80,6 +84,7 @@ class FederatedClassifier(pl.LightningModule):
         num_classes: int | None = None,
         image_size: int | None = None,
         train_backbone: bool = False,
+        text_head: TextHead | None = None,
     ) -> None:
         super().__init__()
         check_options("adapter_options", {} if adapter_options is None else adapter_options, "{'r': 8}")
@@ -90,6 +95,10 @@ class FederatedClassifier(pl.LightningModule):
         if isinstance(pretrained, str) and isinstance(backbone, nn.Module):
             raise without_effect("pretrained", pretrained, "a network as backbone", "load the weights into it yourself")
         check_choice("train_backbone", train_backbone, [False, True, "merged"])
+        if text_head is not None and pretrained is False:
+            raise without_effect(
+                "text_head", text_head, "pretrained=False", "load pretrained weights, or leave text_head out"
+            )
         # A network of the caller's is no part of this module: it would be moved and put in training mode with it.
         object.__setattr__(self, "backbone", backbone)
         self.adapter = adapter
@@ -99,6 +108,8 @@ class FederatedClassifier(pl.LightningModule):
         self.image_size = image_size
         use_plain_numbers(self)
         self.train_backbone: TrainBackbone = train_backbone
+        # build() fills in the names of the data's classes.
+        self.text_head = text_head
         self.automatic_optimization = False
         self.strict_loading = False
         # The options of the loop, which build() takes over.
@@ -124,6 +135,7 @@ class FederatedClassifier(pl.LightningModule):
         task: Task,
         seed: int,
         *,
+        classes: Sequence[str] | None = None,
         merges: bool = False,
         training: Training | None = None,
         evaluation: Evaluation | None = None,
@@ -136,6 +148,7 @@ class FederatedClassifier(pl.LightningModule):
             num_classes: The data's number of classes K.
             task: What the network predicts.
             seed: Seed of what is random in head and adapter.
+            classes: Names of the data's classes, if they are known, for a head from them.
             merges: Whether the algorithm merges LoRA into the backbone, whose adapted weights are then a part of the
                 states.
             training: How training is computed.
@@ -167,6 +180,8 @@ class FederatedClassifier(pl.LightningModule):
         self.per_pixel = task.per_pixel
         if not self.train_backbone:
             self.train_backbone = "merged" if merges else False
+        if self.text_head is not None:
+            self.text_head = self.text_head.for_classes(classes, num_classes)
         if self.adapted is None:
             self.adapted = self.spec.build()
         self.model = self.adapted.model

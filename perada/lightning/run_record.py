@@ -195,6 +195,7 @@ def describe_run(
         "pretrained": module.pretrained,
         "num_classes": module.num_classes,
         "train_backbone": module.train_backbone,
+        "text_head": None if module.text_head is None else asdict(module.text_head),
         "adapter_options": module.adapter_options,
         "image_size": module.image_size if data.image_size is None else data.image_size,
         "built_for": module.image_size,

@@ -178,6 +178,14 @@ def insert_adapter(
     call_encoder_layers(backbone.model)
     copy_convolution_attributes(backbone.model)
     adapted = AdaptedModel(backbone, peft_model, config)
+    if not parameter_keys(backbone.model):
+        # Only a head from class names may have no parameters.
+        raise OptionError(
+            f"adapter {method!r} trains nothing in backbone {backbone.name!r}, whose head from class names is fixed; "
+            "set train_logit_scale or train_features in text_head, or choose an adapter such as 'lora'",
+            name="adapter",
+            value=method,
+        )
     if train_backbone is True:
         _train_backbone(adapted, options, method)
         return replace(adapted, beside=_unsaved_keys(adapted))

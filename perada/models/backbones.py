@@ -24,7 +24,9 @@ from perada.core.rounds import ImageConfig
 from perada.core.text import near_names, value_text
 from perada.models.backbone import Backbone
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
+from perada.models.image_text import HEAD, SIGLIP, check_text_tower, classifier_of_transformers, no_text_tower, text_encoder
 from perada.models.segmentation import SEGMENTATION_PREFIX, build_segmentation_network
+from perada.models.text_head import TextHead
 from perada.models.twins import register_transformers
 from perada.models.unwrapping import SequentialAdapter, compiled_module, unwrapped
 from perada.models.weight_files import cached_file, load_weights, no_weights
@@ -54,6 +56,7 @@ def build_backbone(
     image_size: int | None = None,
     in_chans: int = 3,
     per_pixel: bool = False,
+    text_head: TextHead | None = None,
 ) -> Backbone:
     """Build an image classifier with a head for ``num_classes``, frozen and in evaluation mode.
 
@@ -76,6 +79,8 @@ def build_backbone(
         in_chans: Channels of the images.
         per_pixel: Whether the network must classify pixels: its logits are (B, K, H, W), and its head is its last
             convolution with ``num_classes`` outputs.
+        text_head: Options of a head from the names of the classes, which they contain, for networks of transformers
+            with a text tower; None for a linear head. Without weights, the features of the classes are random.
 
     Raises:
         ValueError: If the name is unknown, a number does not fit, or a weights file is not one for this backbone.
@@ -83,6 +88,10 @@ def build_backbone(
         TypeError: If ``backbone`` is neither a name nor a network.
     """
     check_integer("num_classes", num_classes, optional=True)
+    if text_head is not None and not (isinstance(backbone, str) and backbone.startswith("hf:")):
+        raise no_text_tower(type(backbone).__name__ if isinstance(backbone, nn.Module) else str(backbone))
+    if text_head is not None and num_classes is None and text_head.class_names is not None:
+        num_classes = len(text_head.class_names)
     if isinstance(backbone, nn.Module):
         built = _from_module(backbone, num_classes, per_pixel)
     elif not isinstance(backbone, str):
@@ -90,7 +99,7 @@ def build_backbone(
     elif per_pixel or backbone.startswith(SEGMENTATION_PREFIX):
         built = _segmentation_network(backbone, num_classes, pretrained, image_size, in_chans, per_pixel)
     elif backbone.startswith("hf:"):
-        built = _from_transformers(backbone, num_classes, pretrained, image_size, in_chans)
+        built = _from_transformers(backbone, num_classes, pretrained, image_size, in_chans, text_head)
     else:
         hidden = hidden_of(backbone)
         if hidden is not None:
@@ -522,10 +531,11 @@ def _from_transformers(
     pretrained: bool | str,
     image_size: int | None,
     in_chans: int,
+    text_head: TextHead | None,
 ) -> Backbone:
     """Build a transformers image classifier."""
     # The import stands here, since it takes seconds that other backbones need not wait for.
-    from transformers import AutoConfig, AutoModelForImageClassification
+    from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
     source = pretrained if isinstance(pretrained, str) else name.removeprefix("hf:")
     has_weights = pretrained is not False
@@ -534,32 +544,43 @@ def _from_transformers(
         "local_files_only": _is_local(name, source, has_weights),
         "trust_remote_code": False,
     }
+    auto_class: Any = AutoModelForImageClassification if text_head is None else AutoModel
     report: dict[str, Any] = {}
     try:
         _check_config_class(name, source, load_options)
         config = AutoConfig.from_pretrained(source, **load_options)
-        _check_model_class(name, config)
+        _check_model_class(name, config, text_head)
         size_of_weights = _image_side(getattr(_vision_config(config), "image_size", None))
-        size = _configure_transformers(config, name, num_classes, has_weights, image_size, in_chans)
+        size = _configure_transformers(config, name, num_classes, has_weights, image_size, in_chans, text_head)
         if has_weights:
-            model, report = _load_transformers(source, config, load_options)
+            model, report = _load_transformers(auto_class, source, config, load_options)
         else:
-            model = AutoModelForImageClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except OSError as error:
         raise no_weights(name, str(error)) from error
-    heads = []
-    for path, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and layer.out_features == config.num_labels:
-            heads.append(path)
-    if not heads:
-        raise _backbone_error(name, f"has no nn.Linear with {config.num_labels} outputs; choose a different model")
-    head = heads[-1]
+    if text_head is None:
+        head = _last_linear(model, name, config.num_labels)
+    else:
+        head = HEAD
+        encode = text_encoder(name, model, source, load_options) if has_weights else None
+        model = classifier_of_transformers(model, text_head, config.num_labels, encode)
     if has_weights:
         _check_loaded(name, head, report)
     return_logits(model, config.num_labels)
     if has_weights and image_size is not None and image_size != size_of_weights:
         _fit_image_size(model, name, image_size, in_chans, size_of_weights)
     return Backbone(model, name, head, _transformers_image_config(source, load_options, size, in_chans))
+
+
+def _last_linear(model: nn.Module, name: str, num_outputs: int) -> str:
+    """Return the full name of the last linear layer with a number of outputs."""
+    heads = []
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and layer.out_features == num_outputs:
+            heads.append(path)
+    if not heads:
+        raise _backbone_error(name, f"has no nn.Linear with {num_outputs} outputs; choose a different model")
+    return heads[-1]
 
 
 def _is_local(name: str, source: str, has_weights: bool) -> bool:
@@ -582,11 +603,14 @@ def _check_config_class(name: str, source: str, load_options: dict[str, Any]) ->
         raise _own_code_error(name)
 
 
-def _check_model_class(name: str, model_config: "PretrainedConfig") -> None:
-    """Raise an OptionError if transformers has no classifier of images with such a configuration."""
+def _check_model_class(name: str, model_config: "PretrainedConfig", text_head: TextHead | None) -> None:
+    """Raise an OptionError if transformers has no classifier of images, or no text tower, for such a configuration."""
     from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
     kind = model_config.model_type
+    if text_head is not None and kind not in OTHERWISE:
+        check_text_tower(name, model_config)
+        return
     has_class = type(model_config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
     if "AutoModelForImageClassification" in getattr(model_config, "auto_map", ()) and not has_class:
         raise _own_code_error(name)
@@ -618,6 +642,7 @@ def _configure_transformers(
     has_weights: bool,
     image_size: int | None,
     in_chans: int,
+    text_head: TextHead | None,
 ) -> int | None:
     """Write classes, image size and channels into a configuration of transformers.
 
@@ -637,8 +662,8 @@ def _configure_transformers(
         if has_weights:
             raise _other_weights_error("num_channels", in_chans, name, vision_config.num_channels)
         vision_config.num_channels = in_chans
-    if model_config.model_type == "siglip":
-        # The classifier averages tokens, and does not use the layers that pool them otherwise.
+    if model_config.model_type == SIGLIP and text_head is None:
+        # The linear classifier averages tokens, and does not use the layers that pool them otherwise.
         vision_config.vision_use_head = False
     if image_size is not None and hasattr(vision_config, "image_size") and not has_weights:
         vision_config.image_size = image_size
@@ -698,6 +723,7 @@ def _other_weights_error(option: str, value: int, name: str, value_of_weights: o
 
 
 def _load_transformers(
+    auto_class: Any,  # noqa: ANN401  # one of transformers' classes that choose a network by its configuration
     source: str,
     model_config: "PretrainedConfig",
     load_options: dict[str, Any],
@@ -707,14 +733,12 @@ def _load_transformers(
     Returns:
         The model, and transformers' report of the tensors that did not fit.
     """
-    from transformers import AutoModelForImageClassification
-
     # transformers also logs the report, as a table.
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        loaded = AutoModelForImageClassification.from_pretrained(
+        loaded = auto_class.from_pretrained(
             source,
             config=model_config,
             # By default transformers takes that of the file.

@@ -15,6 +15,7 @@ from perada.models.adapted import AdaptedModel, insert_adapter, reset_parameters
 from perada.models.backbones import build_backbone
 from perada.models.configurations import AdapterChoice
 from perada.models.merging import TrainBackbone
+from perada.models.text_head import TextHead
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class ModelSpec:
         adapter_options: See there.
         seed: Seed of the run, from which random initial values of head and adapter are derived.
         per_pixel: See ``backbone``.
+        text_head: See ``backbone``.
     """
 
     backbone: str | nn.Module
@@ -42,6 +44,7 @@ class ModelSpec:
     adapter_options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     per_pixel: bool = False
+    text_head: TextHead | None = None
 
     def build(self, *index: int) -> AdaptedModel:
         """Build the backbone with its adapter.
@@ -56,6 +59,7 @@ class ModelSpec:
                 pretrained=self.pretrained,
                 image_size=self.image_size,
                 per_pixel=self.per_pixel,
+                text_head=self.text_head,
             )
             return insert_adapter(backbone, self.adapter, train_backbone=self.train_backbone, **self.adapter_options)
 

@@ -34,6 +34,7 @@ from perada.engine.stacked_layers import (
 )
 from perada.engine.substitutes import FrozenSubstitute
 from perada.models.char_lstm import Characters
+from perada.models.text_head import FeatureChange, LogitScale
 
 
 class StackedBatchNormAct(StackedBatchNorm):
@@ -172,6 +173,24 @@ class StackedPrompts(StackedLayer):
 
 
 TWINS[Prompts] = StackedPrompts
+
+
+class StackedLogitScale(StackedLayer):
+    """C scales of logits, with their biases."""
+
+    like_torch = False
+    weight: Tensor
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Map cosines (R, K) to logits (R, K)."""
+        clients = len(self.weight)
+        scales = self.weight.exp().view(clients, 1, 1)
+        scaled_CB = x_R.unflatten(0, (clients, -1)) * scales
+        return self.shifted(scaled_CB.flatten(0, 1), [1, -1])
+
+
+TWINS[LogitScale] = StackedLogitScale
+TWINS[FeatureChange] = StackedLinear
 
 
 class StackedParamDict(nn.Module):

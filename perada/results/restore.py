@@ -28,6 +28,7 @@ from perada.federation.store import locate
 from perada.models.adapted import AdaptedModel, find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 from perada.models.spec import ModelSpec, frozen_digest
+from perada.models.text_head import TextHead
 from perada.results.export import BACKBONE_FILE, CONFIG_FILE, needs_backbone_file, read_backbone
 from perada.results.run_file import RUN_FILE, RunFile, naming
 from perada.server import Distillation
@@ -260,6 +261,7 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
             # A private run in test mode does not save it.
             seed=info["seed"] or 0,
             per_pixel=make_task(info["task"]).per_pixel,
+            text_head=_text_head_of(info),
         )
     # Errors of the caller's own network are not the checkpoint's.
     error_context = plain_data(str(path)) if backbone is None else nullcontext()
@@ -377,6 +379,12 @@ def _restore_federation(
     return federation
 
 
+def _text_head_of(info: dict[str, Any]) -> TextHead | None:
+    """Return the options of a run's head from class names; None if it is linear."""
+    record = info.get("text_head")
+    return None if record is None else TextHead(**record)
+
+
 def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None, config: PeftConfig) -> AdaptedModel:
     """Build the network of a saved run with its adapter.
 
@@ -407,6 +415,7 @@ def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None, conf
         pretrained=pretrained,
         image_size=info["built_for"],
         per_pixel=make_task(info["task"]).per_pixel,
+        text_head=_text_head_of(info),
     )
     with torch.random.fork_rng(devices=[]):
         adapted = insert_adapter(built, config, train_backbone=info["train_backbone"])

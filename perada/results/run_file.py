@@ -313,6 +313,11 @@ class RunFile:
         check_list(info.get("lora_ranks", []), None, value_type=int)
         for rank in info.get("lora_ranks", []):
             check_integer("a rank", rank)
+        if info.get("text_head") is not None:
+            text_head = info["text_head"]
+            check_list(text_head["class_names"], info["num_classes"], value_type=str)
+            check_list(text_head["templates"], None, value_type=str)
+            check_list([text_head["train_logit_scale"], text_head["train_features"]], 2, value_type=bool)
         if info.get("classes") is not None:
             check_list(info["classes"], info["num_classes"], value_type=str)
         if info.get("clients") is not None:

@@ -229,6 +229,7 @@ def _insert_into_random_weights(
         pretrained=False,
         image_size=model.image_size,
         per_pixel=data.task.per_pixel,
+        text_head=model.text_head,
     )
     return insert_adapter(backbone, adapter, **options)
 

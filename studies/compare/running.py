@@ -317,6 +317,7 @@ def _full_model_size(model: FederatedClassifier) -> dict[str, float]:
         pretrained=False,
         image_size=model.image_size,
         per_pixel=model.task.per_pixel,
+        text_head=model.text_head,
     )
     parameters = list(backbone.model.parameters())
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *backbone.model.buffers()))

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks of transformers that were trained on images with texts, as classifiers from the names of the classes."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perada.core.checks import OptionError
+from perada.models.text_head import EncodeTexts, TextClassifier, TextHead
+from perada.models.weight_files import no_weights
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HEAD = "classifier"
+"""Full name of the classifier."""
+SIGLIP = "siglip"
+"""Model type of SigLIP, and of SigLIP 2 for images of one size."""
+MODEL_TYPES = ("clip", "metaclip_2", SIGLIP)
+"""Types of transformers' networks with an image tower and a text tower that are supported."""
+EXAMPLES = "'hf:openai/clip-vit-base-patch16' or 'hf:google/siglip2-base-patch16-224'"
+
+
+class ImageTextClassifier(nn.Module):
+    """The image tower of a network of transformers, and a classifier.
+
+    Names of its tensors are those of the network, so that PEFT reads its adapters into the whole network, too.
+
+    Args:
+        network: The network, such as a ``CLIPModel``.
+        classifier: Maps the features (B, D) of images to logits (B, K).
+    """
+
+    def __init__(self, network: Any, classifier: nn.Module) -> None:  # noqa: ANN401  # a network of any class
+        super().__init__()
+        self.vision_model = network.vision_model
+        # SigLIP has none: its pooling returns features of the right size.
+        self.visual_projection = getattr(network, "visual_projection", None)
+        self.classifier = classifier
+
+    def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool = False) -> Tensor:
+        """Map images (B, channels, height, width) to logits (B, K)."""
+        outputs = self.vision_model(pixel_values=pixel_values, interpolate_pos_encoding=interpolate_pos_encoding)
+        features = outputs.pooler_output
+        if self.visual_projection is not None:
+            features = self.visual_projection(features)
+        logits: Tensor = self.classifier(features)
+        return logits
+
+
+def check_text_tower(name: str, model_config: "PretrainedConfig") -> None:
+    """Raise an OptionError if a network of transformers has no text tower to compute features of class names."""
+    if model_config.model_type not in MODEL_TYPES:
+        raise no_text_tower(name, f" ({model_config.model_type})")
+
+
+def no_text_tower(name: str, kind: str = "") -> OptionError:
+    """Return the error for a backbone without text tower.
+
+    Args:
+        name: Name of the backbone.
+        kind: What it is, in brackets after a space.
+    """
+    return OptionError(
+        f"text_head computes the classifier by the text tower of CLIP, MetaCLIP 2, SigLIP or SigLIP 2, but backbone "
+        f"{name!r}{kind} has none that is supported; choose for example {EXAMPLES}, or leave text_head out",
+        name="text_head",
+        value=name,
+    )
+
+
+def classifier_of_transformers(
+    network: Any,  # noqa: ANN401  # a network of any class
+    options: TextHead,
+    num_classes: int,
+    encode: EncodeTexts | None,
+) -> ImageTextClassifier:
+    """Return the image tower of a network, with the classifier that its text tower computes.
+
+    Args:
+        network: The network with both towers.
+        options: Options of the classifier.
+        num_classes: Number of classes K.
+        encode: The text tower; None for random features, to be replaced by those of a file.
+    """
+    text_features = features_of_classes(options, num_classes, _num_features(network), encode)
+    bias = getattr(network, "logit_bias", None)
+    classifier = TextClassifier(
+        text_features,
+        logit_scale=float(network.logit_scale.detach()),
+        logit_bias=None if bias is None else float(bias.detach()),
+        options=options,
+    )
+    return ImageTextClassifier(network, classifier)
+
+
+def features_of_classes(
+    options: TextHead, num_classes: int, num_features: int, encode: EncodeTexts | None
+) -> Tensor:
+    """Return the features (K, D) of the classes, or random ones if there is no text tower to compute them."""
+    if encode is None:
+        return F.normalize(torch.randn(num_classes, num_features), dim=-1)
+    return options.for_classes(None, num_classes).class_features(encode)
+
+
+def _num_features(network: Any) -> int:  # noqa: ANN401  # a network of any class
+    """Return the number of features D that both towers end in."""
+    projection = getattr(network, "visual_projection", None)
+    num_features: int = network.config.vision_config.hidden_size if projection is None else projection.out_features
+    return num_features
+
+
+def text_encoder(name: str, network: Any, source: str, load_options: dict[str, Any]) -> EncodeTexts:  # noqa: ANN401  # a network of any class
+    """Return the text tower of a network with its tokenizer.
+
+    Args:
+        name: Name of the backbone.
+        network: The network, a ``CLIPModel`` or another of ``MODEL_TYPES``.
+        source: Name or folder of its files.
+        load_options: Options for reading them.
+
+    Raises:
+        FileNotFoundError: If there are no files of a tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **load_options)
+    except (OSError, ValueError) as error:
+        reason = f"its tokenizer, which text_head needs, cannot be read from {source!r}: {error}"
+        raise no_weights(name, reason) from error
+    is_siglip = network.config.model_type == SIGLIP
+    longest = network.config.text_config.max_position_embeddings
+    network.eval()
+
+    def encode(texts: list[str]) -> Tensor:
+        if is_siglip:
+            # SigLIP was trained on lower case, and the tokenizers of SigLIP 2 do not all convert to it.
+            texts = [text.lower() for text in texts]
+        for text, tokens in zip(texts, tokenizer(texts)["input_ids"], strict=True):
+            check_prompt_length(text, len(tokens), longest)
+        if is_siglip:
+            # It was trained on texts of full length, without a mask.
+            batch = tokenizer(texts, padding="max_length", max_length=longest, return_tensors="pt")
+            outputs = network.get_text_features(batch["input_ids"])
+        else:
+            batch = tokenizer(texts, padding=True, return_tensors="pt")
+            outputs = network.get_text_features(batch["input_ids"], attention_mask=batch["attention_mask"])
+        features: Tensor = outputs.pooler_output
+        return features
+
+    return encode
+
+
+def check_prompt_length(prompt: str, num_tokens: int, longest: int) -> None:
+    """Raise an OptionError if a prompt has more tokens than the text tower reads."""
+    if num_tokens > longest:
+        raise OptionError(
+            f"text_head: the prompt {prompt!r} has {num_tokens} tokens, but the text tower reads {longest} at most; "
+            "shorten the template, or the name in class_names",
+            name="templates",
+            value=prompt,
+        )

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classifiers made from the names of the classes, for networks that were trained on images with texts."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perada.core.checks import OptionError, OptionTypeError, check_choice, checked_names
+from perada.core.text import quoted, value_text
+
+DEFAULT_TEMPLATE = "a photo of a {}."
+"""Prompt of CLIP's paper (Radford et al., ICML 2021)."""
+PLACEHOLDER = "{}"
+"""Part of a template that stands for the name of a class."""
+PROMPTS_PER_PASS = 256
+"""Largest number of prompts that go through a text tower at once."""
+
+EncodeTexts = Callable[[list[str]], Tensor]
+"""Returns the features (N, D) of N texts."""
+
+
+@dataclass(frozen=True)
+class TextHead:
+    """Options of a classifier from the names of the classes, for backbones with a text tower, such as CLIP.
+
+    Each name is put into the templates, and the text tower computes the features of these prompts. Those of a class are
+    normalised, averaged over the templates, and normalised again. The logits of an image are the cosines of its
+    features with those of the classes, times the scale of the pretrained network, plus its bias if it has one. Before
+    training, this is zero-shot classification. The text tower is not needed afterwards, and not kept.
+
+    Args:
+        templates: Prompts with ``{}`` in place of the name of a class.
+        class_names: Names for the prompts, in the order of the classes' numbers; by default the data's. An underscore
+            becomes a space.
+        train_logit_scale: Whether to train the scale of the logits, and their bias.
+        train_features: Whether to train the difference of the classes' features from those of the prompts, which is
+            zero at first, as Yu et al. (Task Residual, CVPR 2023) do.
+
+    Raises:
+        ValueError: If an option cannot be used.
+
+    >>> TextHead(templates=["an X-ray of {}."]).prompts(["a_hand"])
+    [['an X-ray of a hand.']]
+    """
+
+    templates: list[str] = field(default_factory=lambda: [DEFAULT_TEMPLATE])
+    class_names: list[str] | None = None
+    train_logit_scale: bool = False
+    train_features: bool = False
+
+    def __post_init__(self) -> None:
+        templates = checked_names("text_head: templates", self.templates)
+        if templates is None:
+            raise OptionTypeError(
+                f"text_head: templates must be a list of prompts, got None; leave it out for {DEFAULT_TEMPLATE!r}",
+                name="templates",
+                value=None,
+            )
+        for template in templates:
+            if PLACEHOLDER not in template:
+                raise OptionError(
+                    f"text_head: the template {template!r} has no {PLACEHOLDER} for the name of a class; write for "
+                    f"example {DEFAULT_TEMPLATE!r}",
+                    name="templates",
+                    value=template,
+                )
+        names = checked_names("text_head: class_names", self.class_names)
+        object.__setattr__(self, "templates", templates)
+        object.__setattr__(self, "class_names", names)
+        check_choice("train_logit_scale", self.train_logit_scale, [False, True])
+        check_choice("train_features", self.train_features, [False, True])
+        if names is not None:
+            _check_distinct(names)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a part of the classifier is trained."""
+        return self.train_logit_scale or self.train_features
+
+    def for_classes(self, classes: Sequence[str] | None, num_classes: int) -> "TextHead":
+        """Return these options with a name for each class.
+
+        Args:
+            classes: Names of the data's classes; None if they have none.
+            num_classes: Number of classes.
+
+        Raises:
+            OptionError: If names are missing, there are too many of them, or two are equal.
+        """
+        names = self.class_names
+        source = "class_names"
+        if names is None:
+            names = None if classes is None else list(classes)
+            source = "the data"
+        if names is None:
+            raise OptionError(
+                "text_head: the data do not name their classes; list the names in class_names of text_head, in the "
+                "order of the classes' numbers",
+                name="class_names",
+                value=None,
+            )
+        if len(names) != num_classes:
+            raise OptionError(
+                f"text_head: {source} {'have' if source == 'the data' else 'has'} {len(names)} names "
+                f"({value_text(names)}), but there are {num_classes} classes; list one name for each in class_names",
+                name="class_names",
+                value=names,
+            )
+        _check_distinct(names)
+        return replace(self, class_names=names)
+
+    def prompts(self, names: Sequence[str]) -> list[list[str]]:
+        """Return the prompts of each class, one for each template."""
+        prompts_of_classes = []
+        for name in names:
+            spoken = _spoken(name)
+            prompts_of_classes.append([template.replace(PLACEHOLDER, spoken) for template in self.templates])
+        return prompts_of_classes
+
+    def class_features(self, encode: EncodeTexts) -> Tensor:
+        """Return the normalised features (K, D) of the classes, in float32.
+
+        Args:
+            encode: The text tower.
+        """
+        prompts_of_classes = self.prompts(self.class_names or ())
+        prompts: list[str] = []
+        for prompts_of_class in prompts_of_classes:
+            prompts += prompts_of_class
+        features = []
+        with torch.no_grad():
+            for start in range(0, len(prompts), PROMPTS_PER_PASS):
+                features.append(encode(prompts[start : start + PROMPTS_PER_PASS]).float())
+        of_prompts = F.normalize(torch.cat(features), dim=-1)
+        of_classes = of_prompts.view(len(prompts_of_classes), len(self.templates), -1).mean(1)
+        return F.normalize(of_classes, dim=-1)
+
+
+def _spoken(name: str) -> str:
+    """Return the name of a class as it is written in a prompt."""
+    return " ".join(name.replace("_", " ").split())
+
+
+def _check_distinct(names: Sequence[str]) -> None:
+    """Raise an OptionError if two classes would have the same prompts."""
+    counts = Counter(_spoken(name) for name in names)
+    doubled = [name for name, count in counts.items() if count > 1]
+    if doubled:
+        raise OptionError(
+            f"text_head: several classes are called {quoted(doubled[:5])}, so that no prompt tells them apart; give "
+            "each its own name in class_names",
+            name="class_names",
+            value=doubled[0],
+        )
+
+
+class LogitScale(nn.Module):
+    """Multiply by exp(weight), and add a bias.
+
+    Args:
+        weight: Logarithm of the scale.
+        bias: Bias; None for none.
+        trained: Whether both are parameters; otherwise they are buffers.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: float, bias: float | None, trained: bool) -> None:
+        super().__init__()
+        for name, value in {"weight": weight, "bias": bias}.items():
+            if value is None:
+                self.register_buffer(name, None)
+            elif trained:
+                self.register_parameter(name, nn.Parameter(torch.tensor([value])))
+            else:
+                self.register_buffer(name, torch.tensor([value]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map cosines (B, K) to logits (B, K)."""
+        scaled = x * self.weight.exp()
+        return scaled if self.bias is None else scaled + self.bias
+
+
+class FeatureChange(nn.Linear):
+    """The difference (K, D) of the classes' features from those of the prompts, zero at first.
+
+    Args:
+        num_features: Number of features D.
+        num_classes: Number of classes K.
+    """
+
+    def __init__(self, num_features: int, num_classes: int) -> None:
+        super().__init__(num_features, num_classes, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Set the difference to zero."""
+        nn.init.zeros_(self.weight)
+
+
+class TextClassifier(nn.Module):
+    """Classify image features by their cosines with the features of the classes.
+
+    Args:
+        text_features: Normalised features (K, D) of the classes.
+        logit_scale: Logarithm of the logits' scale.
+        logit_bias: Bias of the logits; None for none.
+        options: What is trained.
+    """
+
+    text_features: Tensor
+
+    def __init__(self, text_features: Tensor, logit_scale: float, logit_bias: float | None, options: TextHead) -> None:
+        super().__init__()
+        num_classes, num_features = text_features.shape
+        self.register_buffer("text_features", text_features)
+        self.change = FeatureChange(num_features, num_classes) if options.train_features else None
+        self.scale = LogitScale(logit_scale, logit_bias, options.train_logit_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map image features (B, D) to logits (B, K)."""
+        directions = F.normalize(x, dim=-1)
+        cosines = F.linear(directions, self.text_features)
+        if self.change is not None:
+            cosines = cosines + self.change(directions)
+        logits: Tensor = self.scale(cosines)
+        return logits
