@@ -227,6 +227,10 @@ class PromptedBlock(nn.Module):
         return out
 
 
+TOWER_BLOCKS = {"CLIPEncoderLayer": 1, "MetaClip2EncoderLayer": 1, "SiglipEncoderLayer": 0}
+"""Numbers of tokens before those of the patches in image towers of transformers, by the class of their blocks."""
+
+
 @dataclass(frozen=True)
 class TransformerLayout:
     """Description of a vision transformer for inserting prompts.
@@ -245,12 +249,13 @@ class TransformerLayout:
 
 
 def transformer_layout(model: nn.Module) -> TransformerLayout:
-    """Describe a VisionTransformer of timm or a ViT of transformers.
+    """Describe a VisionTransformer of timm, or a ViT or the image tower of a CLIP or SigLIP of transformers.
 
     Raises:
         ValueError: If it is neither, or if prompts already go through its blocks.
     """
     network = cast(Any, model)
+    tower_blocks = {name: module for name, module in backbone_modules(model) if type(module).__name__ in TOWER_BLOCKS}
     if isinstance(model, VisionTransformer):
         blocks = [f"blocks.{number}" for number in range(len(network.blocks))]
         start = network.num_prefix_tokens
@@ -262,10 +267,16 @@ def transformer_layout(model: nn.Module) -> TransformerLayout:
         start = 1
         width = network.config.hidden_size
         patch_embedding = model
+    elif tower_blocks:
+        blocks = list(tower_blocks)
+        first_block = next(iter(tower_blocks.values()))
+        start = TOWER_BLOCKS[type(first_block).__name__]
+        width = cast(Any, first_block).embed_dim
+        patch_embedding = model
     else:
         raise ValueError(
-            "the prompt adapter fits VisionTransformers of timm (ViTs and DeiTs) and ViTs of transformers, not "
-            f"{type(model).__name__}; choose a different adapter, such as 'lora' or 'bias_norm'"
+            "the prompt adapter fits VisionTransformers of timm (ViTs and DeiTs), and ViTs, CLIP and SigLIP of "
+            f"transformers, not {type(model).__name__}; choose a different adapter, such as 'lora' or 'bias_norm'"
         )
     for name, module in backbone_modules(model):
         if not isinstance(module, PromptedBlock):

@@ -4,9 +4,10 @@
 import re
 from dataclasses import dataclass
 
-# Layers of known families of transformers: timm, transformers 5, transformers 4.
+# Layers of known families of transformers: timm, transformers 5, its CLIP and SigLIP, transformers 4.
 ATTENTION = re.compile(
-    r".*(attn\.(qkv|proj)|attention\.[qkvo]_proj|attention\.(query|key|value)|attention\.output\.dense)"
+    r".*(attn\.(qkv|proj)|attention\.[qkvo]_proj|self_attn\.([qkv]|out)_proj|attention\.(query|key|value)"
+    r"|attention\.output\.dense)"
 )
 
 

@@ -20,7 +20,7 @@ from perada.adapters.residual import block_convolutions
 from perada.models.backbone import Backbone
 from perada.models.lora_attention import adapts_attention, is_packed
 
-IA3_SCALED = re.compile(r".*(attn\.qkv|attention\.[kv]_proj|attention\.(key|value))")
+IA3_SCALED = re.compile(r".*(attn\.qkv|attention\.[kv]_proj|self_attn\.[kv]_proj|attention\.(key|value))")
 IA3_FEEDFORWARD = re.compile(r".*mlp\.fc2")
 CONVOLUTIONS = AdapterTraits(adapts_convolutions=True)
 CONTIGUOUS_CONVOLUTIONS = AdapterTraits(adapts_convolutions=True, channels_last=False)  # of PEFT 0.21
