@@ -295,6 +295,7 @@ class PeradaCLI(LightningCLI):
                     unit=unit,
                     metric=self.model.metrics[0].name,
                     means=self.model.scores,
+                    zero_shot=metrics.get("initial") if self.model.text_head is not None else None,
                 )
             )
             for line in self._notes_on_scores(metrics.get("test_images", [])):

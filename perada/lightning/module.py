@@ -11,7 +11,14 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from perada.core.checks import check_choice, check_options, invalid_option, use_plain_numbers, without_effect
+from perada.core.checks import (
+    OptionError,
+    check_choice,
+    check_options,
+    invalid_option,
+    use_plain_numbers,
+    without_effect,
+)
 from perada.core.rounds import AnyBatch
 from perada.core.states import State
 from perada.core.text import is_spread, plain_number
@@ -27,6 +34,7 @@ from perada.lightning.results import EvaluationResults
 from perada.models.adapted import AdaptedModel, find_tensor_names
 from perada.models.blocks import repeated_blocks
 from perada.models.configurations import AdapterChoice
+from perada.models.image_text import check_text_backbone
 from perada.models.merging import TrainBackbone
 from perada.models.spec import ModelSpec, frozen_digest
 from perada.models.text_head import TextHead
@@ -96,9 +104,14 @@ class FederatedClassifier(pl.LightningModule):
             raise without_effect("pretrained", pretrained, "a network as backbone", "load the weights into it yourself")
         check_choice("train_backbone", train_backbone, [False, True, "merged"])
         if text_head is not None and pretrained is False:
-            raise without_effect(
-                "text_head", text_head, "pretrained=False", "load pretrained weights, or leave text_head out"
+            raise OptionError(
+                "text_head computes the head by a pretrained text tower, which pretrained=False leaves random; set "
+                "pretrained to true or to a folder, or leave text_head out",
+                name="text_head",
+                value=text_head,
             )
+        if text_head is not None:
+            check_text_backbone(backbone)
         # A network of the caller's is no part of this module: it would be moved and put in training mode with it.
         object.__setattr__(self, "backbone", backbone)
         self.adapter = adapter

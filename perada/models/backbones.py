@@ -24,7 +24,14 @@ from perada.core.rounds import ImageConfig
 from perada.core.text import near_names, value_text
 from perada.models.backbone import Backbone
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
-from perada.models.image_text import HEAD, SIGLIP, check_text_tower, classifier_of_transformers, no_text_tower, text_encoder
+from perada.models.image_text import (
+    HEAD,
+    SIGLIP,
+    check_text_backbone,
+    check_text_tower,
+    classifier_of_transformers,
+    text_encoder,
+)
 from perada.models.segmentation import SEGMENTATION_PREFIX, build_segmentation_network
 from perada.models.text_head import TextHead
 from perada.models.twins import register_transformers
@@ -88,10 +95,10 @@ def build_backbone(
         TypeError: If ``backbone`` is neither a name nor a network.
     """
     check_integer("num_classes", num_classes, optional=True)
-    if text_head is not None and not (isinstance(backbone, str) and backbone.startswith("hf:")):
-        raise no_text_tower(type(backbone).__name__ if isinstance(backbone, nn.Module) else str(backbone))
-    if text_head is not None and num_classes is None and text_head.class_names is not None:
-        num_classes = len(text_head.class_names)
+    if text_head is not None:
+        check_text_backbone(backbone)
+        if num_classes is None and text_head.class_names is not None:
+            num_classes = len(text_head.class_names)
     if isinstance(backbone, nn.Module):
         built = _from_module(backbone, num_classes, per_pixel)
     elif not isinstance(backbone, str):

@@ -50,13 +50,21 @@ class ImageTextClassifier(nn.Module):
         return logits
 
 
+def check_text_backbone(backbone: str | nn.Module) -> None:
+    """Raise an OptionError if a backbone is not one by name from transformers, and so has no known text tower."""
+    if isinstance(backbone, nn.Module):
+        raise _no_text_tower(type(backbone).__name__)
+    if isinstance(backbone, str) and not backbone.startswith("hf:"):
+        raise _no_text_tower(backbone)
+
+
 def check_text_tower(name: str, model_config: "PretrainedConfig") -> None:
     """Raise an OptionError if a network of transformers has no text tower to compute features of class names."""
     if model_config.model_type not in MODEL_TYPES:
-        raise no_text_tower(name, f" ({model_config.model_type})")
+        raise _no_text_tower(name, f" ({model_config.model_type})")
 
 
-def no_text_tower(name: str, kind: str = "") -> OptionError:
+def _no_text_tower(name: str, kind: str = "") -> OptionError:
     """Return the error for a backbone without text tower.
 
     Args:
@@ -96,9 +104,7 @@ def classifier_of_transformers(
     return ImageTextClassifier(network, classifier)
 
 
-def features_of_classes(
-    options: TextHead, num_classes: int, num_features: int, encode: EncodeTexts | None
-) -> Tensor:
+def features_of_classes(options: TextHead, num_classes: int, num_features: int, encode: EncodeTexts | None) -> Tensor:
     """Return the features (K, D) of the classes, or random ones if there is no text tower to compute them."""
     if encode is None:
         return F.normalize(torch.randn(num_classes, num_features), dim=-1)

@@ -359,6 +359,7 @@ def client_table(
     unit: ScoreUnit = SHARES,
     metric: str = "accuracy",
     means: Mapping[str, float] | None = None,
+    zero_shot: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
     """Lay out a table with one row per client, up to ``ROWS``, and mean and standard deviation over all clients.
 
@@ -370,6 +371,7 @@ def client_table(
         unit: Unit of the scores.
         metric: The metric of the scores, the first of several.
         means: Means over the clients by name. Of those that are NaN no mean over the other clients is shown.
+        zero_shot: Each client's scores before training by name, for a row with their means; None for no such row.
     """
     client_names = client_names or [str(client) for client in range(len(sizes))]
     rows = []
@@ -384,6 +386,11 @@ def client_table(
         is_undefined = math.isnan((means or {}).get(name, 0))
         mean_cells.append("– ± –" if is_undefined else _mean_cell(name, values, unit))
     rows.append(["mean ± std", "", *mean_cells])
+    if zero_shot:
+        zero_shot_cells = []
+        for name in scores_of_clients:
+            zero_shot_cells.append(_mean_cell(name, zero_shot[name], unit) if name in zero_shot else "")
+        rows.append(["zero-shot, mean ± std", "", *zero_shot_cells])
     titles = [title_with_metric(name, metric) for name in scores_of_clients]
     text = table(["client", "training images", *titles], rows)
     if test_mode:

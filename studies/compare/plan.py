@@ -43,6 +43,8 @@ TRIALS = 10
 """Settings that are tried if ``--tune`` has a range."""
 START = "before fine-tuning"
 """Label of the row of the initial model: pretrained backbone, untrained adapter."""
+ZERO_SHOT = "zero-shot"
+"""Label of this row if the head is made from the names of the classes."""
 SELECTION_SCORES = ("personal/local_test", "personal/global_test")
 """Scores whose mean, on validation images, chooses from the grid by default."""
 SELECTION_SCORES_OF_BOTH = ("both/local_test", "both/global_test")
@@ -524,7 +526,8 @@ class Plan:
 
     def start_label(self, recipe: str) -> str:
         """Return the label of the row of a recipe's initial model."""
-        return self._label_prefix(recipe) + START
+        has_text_head = self.recipes[recipe].cli.model.text_head is not None
+        return self._label_prefix(recipe) + (ZERO_SHOT if has_text_head else START)
 
     def _label_prefix(self, recipe: str) -> str:
         """Return what tells a row from the same one of another recipe."""

@@ -298,7 +298,8 @@ def _collect_facts(record: RunRecord) -> list[Fact]:
     initial = [score for score in record.initial.get(OWN_SCORE, []) if not math.isnan(score)]
     if initial:
         own_title = title_with_metric(OWN_SCORE, record.first_metric)
-        facts.append(Fact(f"{own_title}, before training", record.unit.text(sum(initial) / len(initial))))
+        before = "before training" if record.info.get("text_head") is None else "zero-shot"
+        facts.append(Fact(f"{own_title}, {before}", record.unit.text(sum(initial) / len(initial))))
     own_score, *other_scores = SCORES
     names = [own_score, *scores_beside(record.rounds[-1:], record.test_images), *other_scores]
     if predicts_with_both(record):
