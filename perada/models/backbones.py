@@ -27,6 +27,7 @@ from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
 from perada.models.image_text import (
     HEAD,
     SIGLIP,
+    TOKENIZER_FILES,
     check_text_backbone,
     check_text_tower,
     classifier_of_transformers,
@@ -548,7 +549,7 @@ def _from_transformers(
     has_weights = pretrained is not False
     # Code that comes with weights is never run: the name may come from a file that somebody else wrote.
     load_options: dict[str, Any] = {
-        "local_files_only": _is_local(name, source, has_weights),
+        "local_files_only": _is_local(name, source, has_weights, text_head is not None),
         "trust_remote_code": False,
     }
     auto_class: Any = AutoModelForImageClassification if text_head is None else AutoModel
@@ -590,7 +591,7 @@ def _last_linear(model: nn.Module, name: str, num_outputs: int) -> str:
     return heads[-1]
 
 
-def _is_local(name: str, source: str, has_weights: bool) -> bool:
+def _is_local(name: str, source: str, has_weights: bool, has_text_tower: bool) -> bool:
     """Whether a model is a local folder, or has all of its files in the Hub's cache."""
     if Path(source).is_dir():
         return True
@@ -598,6 +599,8 @@ def _is_local(name: str, source: str, has_weights: bool) -> bool:
     needed: list[tuple[str, ...]] = [("config.json",)]
     if has_weights:
         needed.append(("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"))
+    if has_weights and has_text_tower:
+        needed.append(TOKENIZER_FILES)
     return all(cached_file(name, source, file_names) for file_names in needed)
 
 

@@ -20,6 +20,8 @@ SIGLIP = "siglip"
 """Model type of SigLIP, and of SigLIP 2 for images of one size."""
 MODEL_TYPES = ("clip", "metaclip_2", SIGLIP)
 """Types of transformers' networks with an image tower and a text tower that are supported."""
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
+"""Files with the vocabulary of a tokenizer, of which one is needed."""
 EXAMPLES = "'hf:openai/clip-vit-base-patch16' or 'hf:google/siglip2-base-patch16-224'"
 
 
@@ -132,11 +134,14 @@ def text_encoder(name: str, network: Any, source: str, load_options: dict[str, A
     """
     from transformers import AutoTokenizer
 
+    needs_tokenizer = f"text_head needs the tokenizer of its text tower, but {source!r}"
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **load_options)
     except (OSError, ValueError) as error:
-        reason = f"its tokenizer, which text_head needs, cannot be read from {source!r}: {error}"
-        raise no_weights(name, reason) from error
+        raise no_weights(name, f"{needs_tokenizer} has none that can be read ({error})") from error
+    if 2 * len(tokenizer) < network.config.text_config.vocab_size:
+        # Without files transformers 5.24 makes a tokenizer that knows only special tokens.
+        raise no_weights(name, f"{needs_tokenizer} has no vocabulary for it")
     is_siglip = network.config.model_type == SIGLIP
     longest = network.config.text_config.max_position_embeddings
     network.eval()

@@ -63,7 +63,7 @@ class TextHead:
         for template in templates:
             if PLACEHOLDER not in template:
                 raise OptionError(
-                    f"text_head: the template {template!r} has no {PLACEHOLDER} for the name of a class; write for "
+                    f"text_head: templates has {template!r}, without {PLACEHOLDER} for the name of a class; write for "
                     f"example {DEFAULT_TEMPLATE!r}",
                     name="templates",
                     value=template,
