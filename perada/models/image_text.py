@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from perada.core.checks import OptionError
 from perada.models.text_head import EncodeTexts, TextClassifier, TextHead
-from perada.models.weight_files import no_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -134,14 +133,13 @@ def text_encoder(name: str, network: Any, source: str, load_options: dict[str, A
     """
     from transformers import AutoTokenizer
 
-    needs_tokenizer = f"text_head needs the tokenizer of its text tower, but {source!r}"
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **load_options)
     except (OSError, ValueError) as error:
-        raise no_weights(name, f"{needs_tokenizer} has none that can be read ({error})") from error
+        raise _no_tokenizer(name, source, str(error)) from error
     if 2 * len(tokenizer) < network.config.text_config.vocab_size:
         # Without files transformers 5.24 makes a tokenizer that knows only special tokens.
-        raise no_weights(name, f"{needs_tokenizer} has no vocabulary for it")
+        raise _no_tokenizer(name, source, "there is no vocabulary")
     is_siglip = network.config.model_type == SIGLIP
     longest = network.config.text_config.max_position_embeddings
     network.eval()
@@ -163,6 +161,14 @@ def text_encoder(name: str, network: Any, source: str, load_options: dict[str, A
         return features
 
     return encode
+
+
+def _no_tokenizer(name: str, source: str, reason: str) -> FileNotFoundError:
+    """Return the error for a backbone whose tokenizer cannot be read from its files."""
+    return FileNotFoundError(
+        f"text_head needs the tokenizer of backbone {name!r}, which cannot be read from {source!r}: "
+        f"{' '.join(reason.split()).removesuffix('.')}; add its files, such as tokenizer.json, or leave text_head out"
+    )
 
 
 def check_prompt_length(prompt: str, num_tokens: int, longest: int) -> None:

@@ -40,6 +40,7 @@ from perada.tasks import Classification, Regression
 from tests import recipes
 from tests.comparisons import plan_of
 from tests.digests import without
+from tests.image_text import save_image_text
 
 comparison = partial(file.expand_comparison, find=comparison_file)
 DISTILLING = {"federated": {"clients_per_round": 2}, "distillation": {"steps": 1, "batch_size": 4}}
@@ -113,6 +114,20 @@ def test_each_algorithm_and_seed_once_and_not_again(recipe, read_results, tmp_pa
     assert float(table["fedavg"]["MB sent"]) == pytest.approx(4 * head / 1e6, abs=0.005)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny.yaml"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["r.json"]
+
+
+def test_the_row_of_a_head_from_class_names_is_zero_shot(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_image_text("clip", tmp_path / "clip")
+    model = {"backbone": "hf:clip", "pretrained": True, "adapter": "lora", "text_head": {"templates": ["a {}."]}}
+    (tmp_path / "text.yaml").write_text(yaml.safe_dump(recipes.recipe(model=model, data={"image_size": 32})))
+    main(["fit", "--config", "text.yaml", "--federated.algorithm=FedAvg"])
+    of_fit = rows(capsys.readouterr().out)
+    main(["compare", "text.yaml", "--algorithms", "fedavg", "--federated.algorithm=FedAvg"])
+    table = rows(capsys.readouterr().out)
+    assert list(table) == ["zero-shot", "fedavg", "full fine-tuning, for comparison"]
+    assert of_fit["zero-shot, mean ± std"]["own images"].split(" ± ")[0] == table["zero-shot"]["own images"]
+    assert of_fit["mean ± std"]["own images"].split(" ± ")[0] == table["fedavg"]["own images"]
 
 
 def fit_scores(*words):
