@@ -157,6 +157,8 @@ _REQUIRED_INFO = {
     "global_model",
     "task",
 }
+TEXT_HEAD_OPTIONS = {"templates", "class_names", "train_logit_scale", "train_features"}
+"""Options of a head from class names, all of which a run records."""
 
 
 COUNTED_METRICS = frozenset(
@@ -315,6 +317,8 @@ class RunFile:
             check_integer("a rank", rank)
         if info.get("text_head") is not None:
             text_head = info["text_head"]
+            if set(text_head) != TEXT_HEAD_OPTIONS:
+                raise KeyError(f"text_head has the options {quoted(sorted(text_head))[:200]}")
             check_list(text_head["class_names"], info["num_classes"], value_type=str)
             check_list(text_head["templates"], None, value_type=str)
             check_list([text_head["train_logit_scale"], text_head["train_features"]], 2, value_type=bool)

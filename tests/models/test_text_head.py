@@ -2,6 +2,7 @@
 """Heads from class names: logits of transformers' own CLIP and SigLIP, what is trained, saved and read again."""
 
 import copy
+import re
 import warnings
 from dataclasses import replace
 
@@ -292,6 +293,29 @@ def test_a_saved_run_is_read_again(folders, kind, tmp_path):
         assert torch.equal(read.global_model()(IMAGES), run.global_model()(IMAGES))
         merged = read.merged(None).eval()
         torch.testing.assert_close(merged(IMAGES), run.global_model()(IMAGES), rtol=1e-4, atol=1e-4)
+
+
+def test_the_model_card_loads_the_model(folders, tmp_path, monkeypatch):
+    run = finetune(folders["siglip"], text_head=EVERYTHING | {"templates": TEMPLATES}, image_size=2 * SIDE)
+    run.export(tmp_path)
+    monkeypatch.chdir(tmp_path / "global")
+    code = re.search(r"```python\n(.*?)\n```", (tmp_path / "global" / "README.md").read_text(), re.DOTALL)[1]
+    names = {}
+    exec(code, names)  # what the card tells readers to run
+    images = torch.randn(2, 3, 2 * SIDE, 2 * SIDE)
+    with torch.no_grad():
+        torch.testing.assert_close(names["model"](images), run.global_model()(images))
+
+
+def test_a_record_of_other_options_is_rejected(folders, tmp_path):
+    run = finetune(folders["clip"])
+    for change in ({"templates": "a {}"}, {"class_names": ["cat"]}, {"train_features": "no"}, {"path": "/etc/passwd"}):
+        changed = copy.deepcopy(run)
+        changed.info["text_head"] |= change
+        folder = tmp_path / next(iter(change))
+        with raises_naming((ValueError, TypeError, KeyError), "run.json"):
+            changed.save(folder)
+            Run.load(folder)
 
 
 @pytest.mark.slow
