@@ -9,7 +9,7 @@ import torch
 from perada.algorithms.base import Stacks
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan
-from perada.core.states import expand, gather
+from perada.core.states import expand, gather, prefix
 from perada.federation.store import ClientStore
 
 CLIENTS_PER_TRANSFER = 64
@@ -83,16 +83,17 @@ class SharedStore:
                 if client not in broken_clients:
                     self._holders[client] = rank
 
-        finite_clients = []
-        finite_places = []
-        for place, client in enumerate(plans[self.ranks.rank].clients):
-            if client not in broken_clients:
-                finite_clients.append(client)
-                finite_places.append(place)
-        finite_rows = {}
+        clients = plans[self.ranks.rank].clients
+        finite_places = [place for place, client in enumerate(clients) if client not in broken_clients]
+        finite_rows: Stacks = {}
         for role, stack in stacks.items():
-            finite_rows[role] = gather(stack, finite_places)
-        self.local.scatter(finite_clients, finite_rows)
+            if len(finite_places) == len(clients):
+                # Views, since copies of all states would take as long as storing them. The stand-in of a rank without
+                # clients is left out.
+                finite_rows[role] = prefix(stack, len(clients))
+            else:
+                finite_rows[role] = gather(stack, finite_places)
+        self.local.scatter([clients[place] for place in finite_places], finite_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all written clients, for a checkpoint. A collective.

@@ -97,25 +97,43 @@ class ClientStore:
 
     def gather(self, clients: Sequence[int]) -> Stacks:
         """Return copies of the states of some clients, stacked in this order on the device, by role."""
-        rows = self.rows(clients)
-        stacks: Stacks = {role: dict.fromkeys(state, rows) for role, state in self._like.items()}
-        for field in self._fields:
+        stacks: Stacks = {role: dict.fromkeys(state, self._initial) for role, state in self._like.items()}
+        for field, columns in zip(self._fields, self._columns(clients), strict=True):
             like = self._like[field.role][field.key]
-            # The copy aligns the bytes to the dtype, as view() requires.
-            columns = rows[:, field.start : field.stop].clone(memory_format=torch.contiguous_format)
-            stack = columns.view(like.dtype)
-            stacks[field.role][field.key] = stack.view(len(rows), *like.shape)
+            stacks[field.role][field.key] = columns.view(like.dtype).view(len(clients), *like.shape)
         return stacks
+
+    @property
+    def _has_rows_on_device(self) -> bool:
+        """Whether the rows that :meth:`read_row` returns are on the device."""
+        return not self.host or self._initial.device.type == "cpu"
+
+    def _columns(self, clients: Sequence[int]) -> list[Tensor]:
+        """Return copies of the bytes (C, size of the field) of each field of some clients, on the device.
+
+        They are aligned to any dtype, as ``view()`` requires.
+        """
+        sizes = [field.stop - field.start for field in self._fields]
+        if not clients or not self._has_rows_on_device:
+            # To a GPU, one copy of a row is faster than a copy of each of its fields.
+            parts = self.rows(clients).split(sizes, 1)
+            return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        parts_of_clients: list[tuple[Tensor, ...]] = []
+        for client in clients:
+            row = self.read_row(client) if client in self.written else self._initial
+            parts_of_clients.append(row.split(sizes))
+        return [torch.stack(parts_of_field) for parts_of_field in zip(*parts_of_clients, strict=True)]
 
     def scatter(self, clients: Sequence[int], stacks: Stacks) -> None:
         """Store copies of the new states (C, ...) of some clients, by role."""
         if len(clients) == 0 or self.size == 0:
             return
-        columns = []
+        columns: list[tuple[Tensor, ...]] = []
         for field in self._fields:
             values = stacks[field.role][field.key].detach()
-            columns.append(values.reshape(len(clients), -1).contiguous().view(torch.uint8))
-        self.put(clients, torch.cat(columns, 1))
+            columns.append(values.reshape(len(clients), -1).contiguous().view(torch.uint8).unbind())
+        for client, parts in zip(clients, zip(*columns, strict=True), strict=True):
+            self.write_row(client, torch.cat(parts))
 
     def rows(self, clients: Sequence[int]) -> Tensor:
         """Return copies of the rows (C, size) of some clients on the device."""
@@ -128,7 +146,7 @@ class ClientStore:
     def put(self, clients: Sequence[int], rows: Tensor) -> None:
         """Store copies of the rows (C, size) of some clients."""
         for client, row in zip(clients, rows, strict=True):
-            self.write_row(client, row)
+            self.write_row(client, row.clone())
 
     def drop(self, clients: Sequence[int]) -> None:
         """Forget the states of some clients, which return to the initial state or are now stored elsewhere."""
@@ -136,9 +154,9 @@ class ClientStore:
             self.written.pop(client, None)
 
     def write_row(self, client: int, row_values: Tensor) -> None:
-        """Store a copy of a client's row (size,) in memory."""
+        """Store a client's row (size,), which nothing else uses, so that it may be kept without copying."""
         if not self.host:
-            self.written[client] = row_values.to(self._initial.device, copy=True)
+            self.written[client] = row_values.to(self._initial.device)
             return
         # The client's memory is used again. It is pinned, so that copies from and to a GPU are asynchronous.
         stored = self.written.get(client)
@@ -177,13 +195,13 @@ class ClientStore:
             )
         self._initial.copy_(saved["initial"])
         for client, row in saved.get("rows", {}).items():
-            self.write_row(client, row)
+            self.write_row(client, row.clone())
         self.adopt_files(self.files_of(saved))
 
     def adopt_files(self, file_of_client: dict[int, Path]) -> None:
         """Read the files of a checkpoint into this store."""
         for client, path in file_of_client.items():
-            self.write_row(client, self.read(client, path))
+            self.write_row(client, self.read(client, path).clone())
 
     def files_of(self, saved: dict[str, Any]) -> dict[int, Path]:
         """Return the clients' files that a checkpoint names, after checking them.
@@ -265,6 +283,11 @@ class DiskStore(ClientStore):
         self._unsynced: list[Path] = []
         self._of_last_checkpoint: set[Path] = set()
         self._of_checkpoint_before: set[Path] = set()
+
+    @property
+    def _has_rows_on_device(self) -> bool:
+        """Whether the rows that :meth:`read_row` returns, which are memory maps, are on the device."""
+        return self._initial.device.type == "cpu"
 
     def drop(self, clients: Sequence[int]) -> None:
         """Forget the states of some clients; their files are deleted once no checkpoint needs them."""

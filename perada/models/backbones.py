@@ -582,7 +582,7 @@ def _from_transformers(
 
 def _last_linear(model: nn.Module, name: str, num_outputs: int) -> str:
     """Return the full name of the last linear layer with a number of outputs."""
-    heads = []
+    heads: list[str] = []
     for path, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and layer.out_features == num_outputs:
             heads.append(path)

@@ -32,7 +32,7 @@ class Interval:
 def row_of(comparison: Comparison, label: str, way: str) -> ComparedRow | None:
     """Return the row of a method and a way to predict; None if it was not trained on all images."""
     for name in (f"{label}, {MODELS[way]}", label):
-        for row in comparison.compared_rows:
+        for row in comparison.rows:
             if row.name == name:
                 return row
     return None
@@ -51,7 +51,7 @@ def expected_score(comparison: Comparison, row: ComparedRow, criterion: str) -> 
     if num_seeds < 2:
         return Interval(mean, math.nan, math.nan)
     variances = []
-    for other in comparison.compared_rows:
+    for other in comparison.rows:
         with_score = np.isfinite(other.scores[criterion]).all(0)
         means = other.scores[criterion][:, with_score].mean(1)
         variances.append(float(means.var(ddof=1)))

@@ -71,8 +71,8 @@ class Comparison:
         records: Records of ``perada compare``, such as those of its ``--output``.
 
     Attributes:
-        compared_rows: The rows with scores of clients. An algorithm with personal models and a global one has a row for
-            each way to predict, if it was scored with ``evaluation.prediction: both``.
+        rows: The rows with scores of clients. An algorithm with personal models and a global one has a row for each way
+            to predict, if it was scored with ``evaluation.prediction: both``.
         without_scores: Names of the rows that are left out, since a run diverged, or a model of it has outputs that are
             NaN or infinite. A comparison on the other clients would favour such a row.
         seeds: The seeds that all rows have.
@@ -100,12 +100,12 @@ class Comparison:
         self.unit: ScoreUnit = unit_of(first_record)
         self.lower_is_better = lower_is_better(first_record)
         self.client_names = _name_clients(first_record)
-        self.compared_rows: list[ComparedRow] = []
+        self.rows: list[ComparedRow] = []
         for name, row_records in records_of_row.items():
-            self.compared_rows += _make_rows(name, row_records)
-        if len(self.compared_rows) < 2:
+            self.rows += _make_rows(name, row_records)
+        if len(self.rows) < 2:
             raise NotComparableError("there is one row; compare it with another one", is_worth_saying=False)
-        self.criteria = _complete_criteria(self.compared_rows)
+        self.criteria = _complete_criteria(self.rows)
         if not self.criteria:
             raise NotComparableError("no client has a score in all rows")
 
@@ -134,7 +134,7 @@ class Comparison:
             criterion: A key of :data:`CRITERIA`.
         """
         sign = -1 if self.lower_is_better else 1
-        return max(self.compared_rows, key=lambda row: sign * row.mean(criterion))
+        return max(self.rows, key=lambda row: sign * row.mean(criterion))
 
     def differences(self, criterion: str = OWN, reference: str | None = None) -> list[Difference]:
         """Compare every other row with one row.
@@ -153,19 +153,19 @@ class Comparison:
         """
         check_known("criterion", criterion, self.criteria)
         if reference is not None:
-            check_known("reference", reference, [row.name for row in self.compared_rows])
+            check_known("reference", reference, [row.name for row in self.rows])
         # Advice on several criteria has that many more chances to be wrong, so all are corrected together.
         of_criteria: list[Difference] = []
         for name in self.criteria:
             reference_of_criterion = self.best(name).name if reference is None else reference
             of_criteria += self._uncorrected_differences(name, reference_of_criterion)
-        num_differences = len(self.compared_rows) - 1
+        num_differences = len(self.rows) - 1
         start = self.criteria.index(criterion) * num_differences
         return correct_p_values(of_criteria)[start : start + num_differences]
 
     def _uncorrected_differences(self, criterion: str, reference: str) -> list[Difference]:
         """Compare every other row with one row, without correcting the p-values for their number."""
-        scores_by_name = {row.name: row.scores[criterion] for row in self.compared_rows}
+        scores_by_name = {row.name: row.scores[criterion] for row in self.rows}
         has_score = np.isfinite(scores_by_name[reference]).all(0)  # (M,), the same clients in all rows
         pooled = seed_variance([scores[:, has_score] for scores in scores_by_name.values()])
         differences = []
@@ -178,7 +178,7 @@ class Comparison:
                 scores_by_name[reference][:, has_score],
                 scores[:, has_score],
                 pooled_seed_variance=pooled,
-                num_rows=len(self.compared_rows),
+                num_rows=len(self.rows),
                 lower_is_better=self.lower_is_better,
             )
             # The entry gets one value for each client, NaN for those without a score.

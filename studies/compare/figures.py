@@ -40,7 +40,7 @@ def draw_figures(comparison: Comparison) -> "dict[str, Figure]":
     best = comparison.best(criterion)
     if EVERYONE in comparison.criteria:
         figures[HOME_AND_ABROAD] = draw_home_and_abroad(comparison, best.name)
-    others = [row for row in comparison.compared_rows if row is not best]
+    others = [row for row in comparison.rows if row is not best]
     alone = [row for row in others if row.trains_alone]
     figures[CLIENTS] = draw_clients(comparison, (alone or others)[0].name, best.name)
     return figures
@@ -62,11 +62,11 @@ def draw_home_and_abroad(comparison: Comparison, highlighted: str = "") -> "Figu
     if OWN not in comparison.criteria or EVERYONE not in comparison.criteria:
         raise ValueError("home and abroad need scores on own images and on those of all clients, and one is missing")
     if highlighted:
-        check_known("highlighted", highlighted, [row.name for row in comparison.compared_rows])
+        check_known("highlighted", highlighted, [row.name for row in comparison.rows])
     figure = new_figure(6.4, 5.2)
     axes = figure.add_subplot()
     factor = comparison.unit.factor
-    for row in comparison.compared_rows:
+    for row in comparison.rows:
         colour = HIGHLIGHTED if row.name == highlighted else OTHERS
         x = factor * row.mean(OWN)
         y = factor * row.mean(EVERYONE)
@@ -113,7 +113,7 @@ def draw_clients(comparison: Comparison, first: str, second: str, criterion: str
     Raises:
         ValueError: If there is no such row or criterion.
     """
-    rows = {row.name: row for row in comparison.compared_rows}
+    rows = {row.name: row for row in comparison.rows}
     for option, name in (("first", first), ("second", second)):
         check_known(option, name, rows)
     check_known("criterion", criterion, comparison.criteria)

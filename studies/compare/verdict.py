@@ -59,7 +59,7 @@ def _format_advice_on(comparison: Comparison, criterion: str) -> str:
     text = f"{_capitalize_first(CRITERIA[criterion])}: {best.name} ({score})"
     # Differences that chance may explain leave other rows in question.
     names_level = [entry.second for entry in comparison.differences(criterion) if not entry.is_significant]
-    rows_level = [row for row in comparison.compared_rows if row.name in names_level]
+    rows_level = [row for row in comparison.rows if row.name in names_level]
     if not rows_level:
         if len(comparison.seeds) == 1:
             return f"{text}, ahead of all others in this run."
@@ -77,8 +77,8 @@ def _describe_gains_over_training_alone(comparison: Comparison) -> list[str]:
     Returns:
         One sentence; none unless a row trains alone and another one does not.
     """
-    alone = [row for row in comparison.compared_rows if row.trains_alone]
-    federated = [row for row in comparison.compared_rows if not row.trains_alone]
+    alone = [row for row in comparison.rows if row.trains_alone]
+    federated = [row for row in comparison.rows if not row.trains_alone]
     if not alone or not federated or OWN not in comparison.criteria:
         return []
     criterion = MEAN if MEAN in comparison.criteria else OWN
@@ -112,7 +112,7 @@ def _list_clients(pairs: Sequence[tuple[float, str]], unit: ScoreUnit) -> str:
 
 def _make_difference_table(comparison: Comparison) -> str:
     """Return a table with the differences of all rows from the best one by each criterion."""
-    cells_of_row: dict[str, list[str]] = {row.name: [] for row in comparison.compared_rows}
+    cells_of_row: dict[str, list[str]] = {row.name: [] for row in comparison.rows}
     for criterion in comparison.criteria:
         best = comparison.best(criterion)
         cells_of_row[best.name].append(f"best: {comparison.unit.number(best.mean(criterion))}")

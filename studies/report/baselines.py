@@ -105,8 +105,8 @@ def _find_contrasts(comparison: "Comparison", record: RunRecord) -> list[Contras
     differences: dict[str, list[Difference]] = {}
     for criterion in (OWN, EVERYONE):
         if criterion in comparison.criteria:
-            differences[criterion] = comparison.differences(criterion, reference=comparison.compared_rows[0].name)
-    own_row, *other_rows = comparison.compared_rows
+            differences[criterion] = comparison.differences(criterion, reference=comparison.rows[0].name)
+    own_row, *other_rows = comparison.rows
     num_tests = len(differences) * len(other_rows)
     contrasts = []
     for place, row in enumerate(other_rows):

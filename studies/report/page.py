@@ -318,7 +318,7 @@ def _facts_beside_baselines(baselines: Baselines) -> list[Fact]:
     for criterion in ("own", "all"):
         if criterion not in comparison.criteria:
             continue
-        for row in comparison.compared_rows:
+        for row in comparison.rows:
             score = unit_on_page(comparison.unit).text(row.mean(criterion))
             facts.append(Fact(f"{_CRITERIA[criterion]}, {row.name}", score))
     return facts

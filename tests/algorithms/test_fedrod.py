@@ -56,7 +56,7 @@ def test_class_counts(items):
     for batch in served.cohort_loader(plan):
         assert batch.class_counts.tolist() == [[0, 1, 4], [2, 1, 0], [1, 0, 0]]
     for batches in served.cohort_loader(plan, PrivateSampling((("local",),))):
-        assert batches["local"].classes is None  # labels are private too
+        assert batches["local"].class_counts is None  # labels are private too
 
 
 def test_rejections():

@@ -30,7 +30,7 @@ def test_rows_are_drawn_at_their_scores_with_the_intervals_of_their_differences(
     figure = draw_home_and_abroad(comparison, "fedavg")
     (axes,) = figure.axes
     places = {text.get_text(): text.xy for text in axes.texts}
-    for row in comparison.compared_rows:
+    for row in comparison.rows:
         assert places[row.name] == pytest.approx((100 * row.mean("own"), 100 * row.mean("all")))
     # fedavg is behind on own images, and standalone on those of all: each has one bar, the interval of its difference.
     widths = []
@@ -48,7 +48,7 @@ def test_rows_are_drawn_at_their_scores_with_the_intervals_of_their_differences(
 def test_each_client_has_a_line_between_its_two_scores(comparison):
     figure = draw_clients(comparison, "standalone", "fedavg")
     (axes,) = figure.axes
-    standalone, fedavg = (row.scores["own"].mean(0) for row in comparison.compared_rows)
+    standalone, fedavg = (row.scores["own"].mean(0) for row in comparison.rows)
     lines = [line.get_ydata() for line in axes.lines]
     assert np.array(lines) == pytest.approx(100 * np.stack([standalone, fedavg], 1))
     assert [text.get_text() for text in axes.texts] == NAMES

@@ -97,9 +97,9 @@ def test_each_way_to_predict_is_a_row():
     personal_scores = scores(0.8)
     records = records_of("perada", personal_scores, scores(0.5), both=scores(0.9))
     comparison = Comparison(records)
-    assert [row.name for row in comparison.compared_rows] == ["perada, personal model", "perada, both models"]
+    assert [row.name for row in comparison.rows] == ["perada, personal model", "perada, both models"]
     assert comparison.best("own").name == "perada, both models"
-    assert comparison.compared_rows[0].mean("own") == pytest.approx(personal_scores.mean())
+    assert comparison.rows[0].mean("own") == pytest.approx(personal_scores.mean())
 
 
 def test_who_gains_and_who_loses_is_named():
@@ -161,7 +161,7 @@ def test_a_row_of_which_a_model_has_no_score_is_left_out(fields):
     records[-1]["clients"]["personal/local_test"][2] = None
     records[-1] |= fields
     comparison = Comparison(records)
-    assert [row.name for row in comparison.compared_rows] == ["a", "b"]
+    assert [row.name for row in comparison.rows] == ["a", "b"]
     assert comparison.best("own").mean("own") == pytest.approx(scores(0.7).mean())
     assert "Left out, since a run diverged or a model has no score: broken." in verdict(records)
 
