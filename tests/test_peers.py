@@ -19,12 +19,19 @@ from benchmarks.peers import __main__ as program
 from benchmarks.peers import measure, run_perada
 from benchmarks.peers.measure import Measurement, measurement_of, missing_packages, run_process
 from benchmarks.peers.memory import process_tree, proportional_mb
-from benchmarks.peers.networks import build_network, train_client, trained_state
+from benchmarks.peers.networks import (
+    body_of,
+    build_network,
+    head_of,
+    train_client,
+    train_head_then_body,
+    trained_state,
+)
 from benchmarks.peers.prepare import prepare
 from benchmarks.peers.scores import Score, score
 from benchmarks.peers.tasks import TASKS, Training, load_task_data, quick_task, save_task_data, unsupported_reason
 
-SLOW = ("cnn_1000", "resnet", "residual", "vit_lora")
+SLOW = ("start_up", "cnn_1000", "resnet", "residual", "vit_lora")
 
 
 def plain_rounds(data, rounds):
@@ -37,12 +44,39 @@ def plain_rounds(data, rounds):
         updates = []
         for client in data.cohorts[round_number]:
             batches = data.client_batches(round_number, client)
+            start = personal.get(client, data.initial_state)
             if data.task.algorithm == "ditto":
-                start = personal.get(client, data.initial_state)
                 personal[client] = train_client(network, start, batches, data.task.lr, anchor=global_state)
-            updates.append(train_client(network, global_state, batches, data.task.lr))
-        global_state = {key: torch.stack([update[key] for update in updates]).mean(0) for key in global_state}
+            if data.task.algorithm == "fedrep":
+                personal[client] = train_head_then_body(network, global_state | head_of(start), batches, data.task.lr)
+                updates.append(body_of(personal[client]))
+            else:
+                updates.append(train_client(network, global_state, batches, data.task.lr))
+        global_state = {key: torch.stack([update[key] for update in updates]).mean(0) for key in updates[0]}
+    if data.task.algorithm == "fedrep":
+        personal = {client: global_state | head_of(state) for client, state in personal.items()}
     return global_state, personal
+
+
+def test_fedrep_trains_the_head_then_the_body_by_hand():
+    """Of the first half of the batches only the head moves, then only the body, each by its gradient at that point."""
+    data = prepare(quick_task(TASKS["fedrep"]), 1)
+    network = build_network(data.task)
+    network.load_state_dict(data.initial_state)
+    batches = data.client_batches(0, 0)
+    assert len(batches) == 2 * data.task.images // data.task.batch_size
+    expected = {name: value.clone() for name, value in data.initial_state.items()}
+    for step, (x, y) in enumerate(batches):
+        leaves = {name: value.clone().requires_grad_() for name, value in expected.items()}
+        loss = torch.nn.functional.cross_entropy(torch.func.functional_call(network, leaves, (x,)), y)
+        for (name, leaf), gradient in zip(leaves.items(), torch.autograd.grad(loss, leaves.values()), strict=True):
+            if name.startswith("fc.") == (step < len(batches) // 2):
+                expected[name] = (leaf - data.task.lr * gradient).detach()
+    found = train_head_then_body(network, data.initial_state, batches, data.task.lr)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+        assert not torch.equal(value, data.initial_state[name])
 
 
 def assert_same_training(task, state, expected, initial):
@@ -77,7 +111,7 @@ def test_perada_trains_what_a_plain_loop_trains(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["pfl", "flower"])
-@pytest.mark.parametrize("name", ["cnn", "ditto"])
+@pytest.mark.parametrize("name", ["cnn", "ditto", "fedrep"])
 def test_a_peer_trains_what_a_plain_loop_trains(framework, name, tmp_path):
     for package in measure.MODULES[framework]:
         install = f"pip install '{measure.PACKAGES[framework]}'"
@@ -193,13 +227,14 @@ def test_pfl_gets_each_clients_images_in_the_order_of_its_batches(monkeypatch):
             assert torch.equal(labels, torch.cat([y for _, y in expected]))
 
 
-def test_flowers_clients_train_what_a_plain_loop_trains(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["ditto", "fedrep"])
+def test_flowers_clients_train_what_a_plain_loop_trains(tmp_path, monkeypatch, name):
     """Its messages go to the clients of the plan, and what those reply averages to the plain loop's states."""
     run_flower = imported_with_stand_ins(PEERS / "run_flower.py", monkeypatch)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     rounds = 2
     file = tmp_path / "task.pt"
-    save_task_data(prepare(quick_task(TASKS["ditto"]), rounds), file)
+    save_task_data(prepare(quick_task(TASKS[name]), rounds), file)
     data = load_task_data(file)
     nodes = {1000 + client: SimpleNamespace(state={}) for client in range(data.task.clients)}
     grid = SimpleNamespace(get_node_ids=lambda: reversed(nodes))
@@ -219,7 +254,9 @@ def test_flowers_clients_train_what_a_plain_loop_trains(tmp_path, monkeypatch):
     for client, state in personal.items():
         message = Message({"config": {}})
         reply = run_flower.personal_model(message, nodes[1000 + client])
-        assert_same_training(data.task, reply.content["arrays"], state, data.initial_state)
+        # FedRep's clients keep the head only.
+        assert len(reply.content["arrays"]) == {"ditto": len(state), "fedrep": 2}[name]
+        assert_same_training(data.task, global_state | reply.content["arrays"], state, data.initial_state)
 
 
 def process_of(seconds, start=1.0):

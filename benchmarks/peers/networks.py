@@ -2,7 +2,8 @@
 """The networks as a user of any framework would write them, and local training by a plain loop."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from benchmarks.peers.tasks import NUM_CLASSES, PROX_STRENGTH, State, Task
 
 BLOCK_CONVOLUTION = re.compile(r"layer\d+\.\d+\.conv\d+")
 """Convolutions that a residual adapter follows, if they are of 3×3 pixels."""
+HEAD = "fc."
+"""How names of the head's tensors begin, in the networks that FedRep trains."""
 LORA_TARGETS = r".*attn\.(qkv|proj)"
 
 
@@ -111,8 +114,39 @@ def trained_state(network: nn.Module) -> State:
     return state
 
 
+def head_of(state: State) -> State:
+    """Return the tensors of the head."""
+    return {name: value for name, value in state.items() if name.startswith(HEAD)}
+
+
+def body_of(state: State) -> State:
+    """Return the tensors of the body."""
+    return {name: value for name, value in state.items() if not name.startswith(HEAD)}
+
+
+def train_head_then_body(
+    network: nn.Module, start: State, batches: Sequence[tuple[Tensor, Tensor]], lr: float
+) -> State:
+    """Return a client's state after FedRep's steps: on the head with the first half of the batches, then on the body.
+
+    Args:
+        network: The network to train in.
+        start: The body that the client received, and its own head.
+        batches: Images and labels of each step.
+        lr: Learning rate.
+    """
+    half = len(batches) // 2
+    with_new_head = train_client(network, start, batches[:half], lr, part="head")
+    return train_client(network, with_new_head, batches[half:], lr, part="body")
+
+
 def train_client(
-    network: nn.Module, start: State, batches: Iterable[tuple[Tensor, Tensor]], lr: float, anchor: State | None = None
+    network: nn.Module,
+    start: State,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    lr: float,
+    anchor: State | None = None,
+    part: Literal["all", "head", "body"] = "all",
 ) -> State:
     """Return a client's state after a step of SGD on each batch.
 
@@ -122,10 +156,14 @@ def train_client(
         batches: Images and labels of each step.
         lr: Learning rate.
         anchor: State that Ditto's personal model is pulled towards.
+        part: What is trained, while the rest is frozen.
     """
     network.load_state_dict(start, strict=False)
     train_mode(network)
-    trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    trainable = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    trained = {"all": trainable, "head": head_of(trainable), "body": body_of(trainable)}[part]
+    for name, parameter in trainable.items():
+        parameter.requires_grad_(name in trained)
     optimizer = torch.optim.SGD(trained.values(), lr=lr)
     for x, y in batches:
         loss = F.cross_entropy(network(x), y)
@@ -137,4 +175,6 @@ def train_client(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    for parameter in trainable.values():
+        parameter.requires_grad_()
     return trained_state(network)

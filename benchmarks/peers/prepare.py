@@ -31,12 +31,11 @@ def prepare(task: Task, rounds: int) -> TaskData:
     test_images, test_labels = draw(TEST_IMAGES if task.side < 100 else TEST_IMAGES // 4)
     cohorts = []
     batches = []
-    steps = task.images // task.batch_size
     for round_number in range(rounds):
         cohort = sample_cohort(SEED, round_number, task.clients, task.clients_per_round)
         client_batches = []
         for client in cohort:
-            indices = batch_indices(task.images, task.batch_size, steps, SEED, "batches", round_number, client)
+            indices = batch_indices(task.images, task.batch_size, task.steps, SEED, "batches", round_number, client)
             client_batches.append(indices)
         cohorts.append(cohort)
         batches.append(torch.stack(client_batches))

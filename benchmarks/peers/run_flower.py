@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A task through Flower's simulation: one Ray actor of one thread for each thread of the others.
 
-FedAvg is Flower's strategy. Ditto is written as Flower's examples write personalised methods: a client keeps its
-personal model in the state of its context.
+FedAvg is Flower's strategy. Ditto and FedRep are written as Flower's examples write personalised methods: a client
+keeps its personal model, or its head, in the state of its context.
 """
 
 import os
@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from torch import nn
 
-from benchmarks.peers.networks import build_network, train_client, trained_state
+from benchmarks.peers.networks import body_of, build_network, head_of, train_client, train_head_then_body, trained_state
 from benchmarks.peers.tasks import TASK_FILE, State, TaskData, Training, load_task_data, scored_clients
 
 NODE_TIMEOUT = 60.0
@@ -42,26 +42,31 @@ def _client_side(file: str) -> tuple[TaskData, nn.Module]:
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train the received model, and in Ditto the personal one, and return the former."""
+    """Train the received model, and in Ditto the personal one, and return the former; of FedRep's, the body."""
     config = message.content["config"]
     data, network = _client_side(config["file"])
     batches = data.client_batches(config["round"], config["client"])
     received = dict(message.content["arrays"].to_torch_state_dict())
     lr = data.task.lr
-    if data.task.algorithm == "ditto":
-        personal = data.initial_state
-        if "personal" in context.state:
-            personal = dict(context.state["personal"].to_torch_state_dict())
-        trained = train_client(network, personal, batches, lr, anchor=received)
-        context.state["personal"] = ArrayRecord(trained)
-    local = train_client(network, received, batches, lr)
+    personal = data.initial_state
+    if "personal" in context.state:
+        personal = dict(context.state["personal"].to_torch_state_dict())
+    if data.task.algorithm == "fedrep":
+        trained = train_head_then_body(network, received | head_of(personal), batches, lr)
+        context.state["personal"] = ArrayRecord(head_of(trained))
+        local = body_of(trained)
+    else:
+        if data.task.algorithm == "ditto":
+            trained = train_client(network, personal, batches, lr, anchor=received)
+            context.state["personal"] = ArrayRecord(trained)
+        local = train_client(network, received, batches, lr)
     metrics = MetricRecord({"num-examples": data.task.images})
     return Message(RecordDict({"arrays": ArrayRecord(local), "metrics": metrics}), reply_to=message)
 
 
 @client_app.query()
 def personal_model(message: Message, context: Context) -> Message:
-    """Return the personal model."""
+    """Return the personal model, or FedRep's head."""
     content = RecordDict({"arrays": context.state["personal"], "config": message.content["config"]})
     return Message(content, reply_to=message)
 
@@ -141,7 +146,10 @@ def run(data: TaskData, rounds: int, threads: int, folder: Path) -> Training:
         result = strategy.start(grid, arrays, num_rounds=rounds)
         outcome["ended"] = time.monotonic()
         outcome["global"] = dict(result.arrays.to_torch_state_dict())
-        outcome["personal"] = _personal_states(strategy, grid, scored_clients(data, rounds), rounds)
+        outcome["personal"] = {}
+        for client, state in _personal_states(strategy, grid, scored_clients(data, rounds), rounds).items():
+            # The server's body completes a head of FedRep.
+            outcome["personal"][client] = outcome["global"] | state
 
     run_simulation(
         server_app,
@@ -170,7 +178,7 @@ def ray_folder(folder: Path) -> str | None:
 
 
 def _personal_states(strategy: PlannedFedAvg, grid: Grid, clients: list[int], rounds: int) -> dict[int, State]:
-    """Ask clients for their personal models."""
+    """Ask clients for what is personal of their models."""
     if not clients:
         return {}
     replies = grid.send_and_receive(strategy.messages(MessageType.QUERY, clients, rounds - 1, grid))

@@ -25,10 +25,10 @@ class Task:
         description: What the table says of it.
         network: ``fedavg_cnn``, or timm's name of the network.
         adapter: What is trained: ``full`` for all weights, ``residual`` or ``lora``.
-        algorithm: ``fedavg`` or ``ditto``.
+        algorithm: ``fedavg``, ``ditto`` or ``fedrep``.
         clients: Clients of the federation.
         clients_per_round: Clients that train in a round; None for all.
-        images: Images of each client. All are seen once a round.
+        images: Images of each client. All are seen once a round; by FedRep once for the head, then once for the body.
         batch_size: Images in a local step.
         side: Height and width of an image in pixels.
         channels: Channels of an image.
@@ -39,7 +39,7 @@ class Task:
     description: str
     network: str = "fedavg_cnn"
     adapter: Literal["full", "residual", "lora"] = "full"
-    algorithm: Literal["fedavg", "ditto"] = "fedavg"
+    algorithm: Literal["fedavg", "ditto", "fedrep"] = "fedavg"
     clients: int = 100
     clients_per_round: int | None = None
     images: int = 20
@@ -48,6 +48,12 @@ class Task:
     channels: int = 1
     lr: float = 0.05
     timed_rounds: int = 4
+
+    @property
+    def steps(self) -> int:
+        """Local steps of a client in a round."""
+        passes = 2 if self.algorithm == "fedrep" else 1
+        return passes * (self.images // self.batch_size)
 
 
 FEDAVG_CNN = Task("FedAvgCNN, all weights, 100 clients × 20 images, batch 10")
@@ -75,6 +81,7 @@ VIT = Task(
 )
 
 TASKS = {
+    "start_up": Task("Start-up: FedAvgCNN, 2 clients × 10 images, one step", clients=2, images=10, timed_rounds=1),
     "cnn": FEDAVG_CNN,
     "cnn_1000": replace(
         FEDAVG_CNN,
@@ -84,6 +91,9 @@ TASKS = {
     ),
     "ditto": replace(
         FEDAVG_CNN, description="Ditto, FedAvgCNN, all weights, 100 clients × 20 images, batch 10", algorithm="ditto"
+    ),
+    "fedrep": replace(
+        FEDAVG_CNN, description="FedRep, FedAvgCNN, all weights, 100 clients × 20 images, batch 10", algorithm="fedrep"
     ),
     "resnet": RESNET,
     "residual": replace(
@@ -98,7 +108,7 @@ TASKS = {
 
 def quick_task(task: Task) -> Task:
     """Return a small form of a task, which only shows that it runs."""
-    smaller = replace(task, clients=4, timed_rounds=1, description=f"{task.description} (quick)")
+    smaller = replace(task, clients=min(4, task.clients), timed_rounds=1, description=f"{task.description} (quick)")
     if task.clients_per_round is not None:
         smaller = replace(smaller, clients=8, clients_per_round=4)
     if task.network == "resnet18":
@@ -166,7 +176,7 @@ class Training:
     Attributes:
         round_starts: When each round began.
         ended: When the last round ended.
-        global_state: What was trained, averaged over the clients.
+        global_state: What was trained, averaged over the clients; of FedRep at least the body.
         personal_states: Personal models of the clients that are scored; empty without personalisation.
         versions: Versions of the packages that the figures depend on.
     """

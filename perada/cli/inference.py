@@ -116,10 +116,11 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     with collection_paused():
         import torch
 
-        from perada.results.dicom_predictions import check_dicom_folder, model_name, write_dicom
         from perada.results.inference import each_frame, find_images
 
     if options.dicom is not None:
+        from perada.results.dicom_predictions import check_dicom_folder, model_name, write_dicom
+
         check_dicom_folder(options.dicom)
 
     names, paths = find_images(options.images, options.path, options.encoding)

@@ -4,12 +4,10 @@
 import os
 import signal
 import sys
-import webbrowser
 from argparse import ArgumentError
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -131,6 +129,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     if words in (["--version"], ["version"]):
+        from importlib.metadata import version
+
         from perada.cli.doctor import versions
 
         print(f"perada {version('perada')}\n{versions()}")
@@ -439,6 +439,8 @@ def _with_baselines(run_record: "RunRecord", baselines: str | None, requested: b
 
 def _open_in_browser(page: Path) -> None:
     """Open a page in the default browser."""
+    import webbrowser
+
     if not webbrowser.open(page.resolve().as_uri()):
         print("No browser could be started; open the page yourself.")
 
