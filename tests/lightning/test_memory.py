@@ -118,6 +118,43 @@ def test_checkpointing_is_on_where_it_is_not(log, recomputed, monkeypatch, engin
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+@pytest.fixture
+def estimates(monkeypatch):
+    """A list with the estimate of each run."""
+    made = []
+    make = perada.lightning.memory.estimate_memory
+
+    def recorded(*args):
+        made.append(make(*args))
+        return made[-1]
+
+    monkeypatch.setattr("perada.lightning.memory.estimate_memory", recorded)
+    return made
+
+
+@pytest.mark.parametrize("share", [0.98, 1.02])
+def test_on_a_gpu_its_free_memory_decides(log, recomputed, estimates, monkeypatch, share):
+    """A GPU that a test replaces has a little less or more than an estimate of 80 % of it; the machine is not asked."""
+    train("auto")
+    assert not recomputed
+    free = round(share * estimates[-1].total / 0.8)
+    second_gpu = torch.device("cuda", 1)
+    asked = []
+
+    def free_and_total(device):
+        asked.append(device)
+        return free, 80 * 10**9
+
+    on_device = perada.lightning.memory.usable_bytes
+    monkeypatch.setattr("perada.lightning.memory.usable_bytes", lambda device: on_device(second_gpu))
+    monkeypatch.setattr("torch.cuda.mem_get_info", free_and_total)
+    monkeypatch.setattr("perada.lightning.memory.host_memory", lambda: pytest.fail("the machine's memory was asked"))
+    train("auto")
+    assert asked == [second_gpu]
+    assert bool(recomputed) == (share < 1)
+    assert ("checkpointing=auto: on" in log()) == (share < 1)
+
+
 @pytest.mark.parametrize(
     ("layer", "options", "reason"),
     [
@@ -133,18 +170,9 @@ def test_where_it_cannot_be_used_it_is_off(log, recomputed, monkeypatch, layer, 
     assert reason in log()
 
 
-def test_public_logits_and_optimisers_are_counted(log):
+def test_public_logits_and_optimisers_are_counted(estimates):
     """4 public images of 3 numbers in double precision, and Adam's two numbers beside gradient and weight."""
-    estimates = []
-    make = perada.lightning.memory.estimate_memory
-
-    def recorded(*args):
-        estimates.append(make(*args))
-        return estimates[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("perada.lightning.memory.estimate_memory", recorded)
-        state = train("auto", algorithm="perada", optimizer="adam", distill_batch_size=4)
+    state = train("auto", algorithm="perada", optimizer="adam", distill_batch_size=4)
     trained = sum(value.nbytes for value in state.values())
     (estimate,) = estimates
     assert estimate.public_logit_bytes == 4 * 3 * 8
