@@ -38,6 +38,7 @@ BENCHMARKS = {
     "jobs": "jobs",
     "federation_size": "federation_size",
     "checkpointing": "checkpointing",
+    "backbone_memory": "backbone_memory",
     "start_up": "start_up",
     "private_step": "private_step",
     "private_memory": "private_step",
