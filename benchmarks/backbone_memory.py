@@ -32,18 +32,19 @@ def backbone_memory(device: torch.device, repeats: int, quick: bool) -> Iterator
     for name, workload in (QUICK_CASES if quick else CASES).items():
         for recomputes in (False, True):
             estimate: MemoryEstimate = in_new_process(_estimate, workload, recomputes, str(device))
-            gigabytes: str | float = "not measured"
-            if estimate.total < SHARE_TO_MEASURE * _available_bytes(device):
-                gigabytes = round(in_new_process(_measure, workload, recomputes, str(device)) / 1000, 2)
-            yield {
+            row: dict[str, Any] = {
                 "backbone": name,
                 "checkpointing": recomputes,
                 "network GB": round(estimate.weights / 1e9, 2),
                 "activations GB": round(estimate.activations / 1e9, 2),
                 "states GB": round(estimate.states / 1e9, 2),
                 "estimate GB": round(estimate.total / 1e9, 2),
-                "measured GB": gigabytes,
             }
+            if estimate.total < SHARE_TO_MEASURE * _available_bytes(device):
+                megabytes = in_new_process(_measure, workload, recomputes, str(device))
+                row["measured GB"] = round(megabytes / 1e3, 2)
+                row["estimate / measured"] = round(estimate.total / 1e6 / megabytes, 2)
+            yield row
 
 
 def _available_bytes(device: torch.device) -> int:

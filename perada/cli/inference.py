@@ -218,7 +218,10 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     if options.format != "peft":
         run = open_run(options.run, trust=options.trust)
         note = export_model(run, options.client, options.format, options.output, options.prediction)
-        print(f"Wrote {options.output / FILES[options.format]}. {note}")
+        written = str(options.output / FILES[options.format])
+        if options.format == "monai":
+            written = f"the MONAI bundle {options.output}"
+        print(f"Wrote {written}. {note}")
         return
     if layout_of(options.run) == "adapters":
         raise ValueError(
