@@ -251,13 +251,18 @@ class TransformerLayout:
 def transformer_layout(model: nn.Module) -> TransformerLayout:
     """Describe a VisionTransformer of timm, or a ViT or the image tower of a CLIP or SigLIP of transformers.
 
+    A VisionTransformer may be a part of the network.
+
     Raises:
         ValueError: If it is neither, or if prompts already go through its blocks.
     """
-    network = cast(Any, model)
+    timm_networks = {name: module for name, module in backbone_modules(model) if isinstance(module, VisionTransformer)}
     tower_blocks = {name: module for name, module in backbone_modules(model) if type(module).__name__ in TOWER_BLOCKS}
-    if isinstance(model, VisionTransformer):
-        blocks = [f"blocks.{number}" for number in range(len(network.blocks))]
+    if timm_networks:
+        # Its name is empty unless it is the tower of a larger network, such as OpenCLIP's BiomedCLIP.
+        path, timm_network = next(iter(timm_networks.items()))
+        network = cast(Any, timm_network)
+        blocks = [f"{path}.blocks.{number}".lstrip(".") for number in range(len(network.blocks))]
         start = network.num_prefix_tokens
         width = network.embed_dim
         patch_embedding = network.patch_embed
@@ -265,7 +270,7 @@ def transformer_layout(model: nn.Module) -> TransformerLayout:
     elif type(model).__module__ == "transformers.models.vit.modeling_vit":
         blocks = [name for name, module in backbone_modules(model) if type(module).__name__ == "ViTLayer"]
         start = 1
-        width = network.config.hidden_size
+        width = cast(Any, model).config.hidden_size
         patch_embedding = model
     elif tower_blocks:
         blocks = list(tower_blocks)

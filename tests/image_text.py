@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small networks of images and texts with random weights, saved like those of the Hub."""
 
+import json
+
+import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    BertConfig,
     CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
@@ -39,6 +44,14 @@ def word_tokenizer():
     )
 
 
+def spread_features(network):
+    """Draw larger weights: with the usual small initial values, all texts have nearly equal features."""
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, std=0.5 if "embedding" in name else parameter.shape[1] ** -0.5)
+
+
 def save_image_text(kind, folder, seed=0, tokenizer=True):
     """Save a small network, its tokenizer and its image processor, and return the network in evaluation mode."""
     size = {"height": SIDE, "width": SIDE}
@@ -54,13 +67,43 @@ def save_image_text(kind, folder, seed=0, tokenizer=True):
         torch.nn.init.constant_(network.logit_scale, 2.0)
         torch.nn.init.constant_(network.logit_bias, -3.0)
         processor = SiglipImageProcessor(size=size, image_mean=MEAN, image_std=STD)
-    # With the small initial values of transformers, all texts have nearly equal features.
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if parameter.ndim == 2:
-                torch.nn.init.normal_(parameter, std=0.5 if "embedding" in name else parameter.shape[1] ** -0.5)
+    spread_features(network)
     network.eval().save_pretrained(folder)
     processor.save_pretrained(folder)
     if tokenizer:
         word_tokenizer().save_pretrained(folder)
     return network
+
+
+OPEN_CLIP_TEXT = {"context_length": LONGEST, "hf_tokenizer_name": "folder"}
+
+
+def save_open_clip(kind, folder, seed=0):
+    """Save a small network of OpenCLIP with its tokenizer and return it.
+
+    Args:
+        kind: ``plain`` for OpenCLIP's own towers, ``biomed`` for towers of timm and transformers as in BiomedCLIP.
+        folder: Folder.
+        seed: Seed of its weights.
+    """
+    open_clip = pytest.importorskip("open_clip", reason="needs the extra open-clip")
+    words = len(SPECIAL) + len(WORDS)
+    if kind == "plain":
+        vision = {"image_size": SIDE, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
+        text = {"vocab_size": words, "width": 32, "heads": 2, "layers": 2, "pool_type": "last", **OPEN_CLIP_TEXT}
+    else:
+        config = BertConfig(vocab_size=words, max_position_embeddings=LONGEST, pad_token_id=0, **TOWER)
+        config.save_pretrained(folder / "text")
+        vision = {"timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear", "image_size": 160}
+        text = {"hf_model_name": str(folder / "text"), "hf_proj_type": "mlp", **OPEN_CLIP_TEXT}
+        text["hf_pooler_type"] = "cls_last_hidden_state_pooler"
+    model = {"embed_dim": 24, "vision_cfg": vision, "text_cfg": text}
+    processing = {"mean": MEAN, "std": STD}
+    folder.mkdir(exist_ok=True)
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": model, "preprocess_cfg": processing}))
+    word_tokenizer().save_pretrained(folder)
+    torch.manual_seed(seed)
+    network = open_clip.create_model(f"local-dir:{folder}", pretrained_text=False)
+    spread_features(network)
+    save_file(network.state_dict(), folder / "open_clip_model.safetensors")
+    return network.eval()

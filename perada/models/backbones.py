@@ -26,6 +26,7 @@ from perada.models.backbone import Backbone
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
 from perada.models.image_text import (
     HEAD,
+    OPEN_CLIP_PREFIX,
     SIGLIP,
     TOKENIZER_FILES,
     check_text_backbone,
@@ -33,6 +34,7 @@ from perada.models.image_text import (
     classifier_of_transformers,
     text_encoder,
 )
+from perada.models.open_clip import build_open_clip
 from perada.models.segmentation import SEGMENTATION_PREFIX, build_segmentation_network
 from perada.models.text_head import TextHead
 from perada.models.twins import register_transformers
@@ -78,7 +80,8 @@ def build_backbone(
             ``nn.DataParallel`` is removed, and weights in half precision become float32. ``"char_lstm"`` is a
             :class:`~perada.models.char_lstm.CharLSTM` for texts, ``"char_lstm_64"`` one with 64 hidden units.
             ``"smp:"``, an architecture and an encoder of segmentation_models_pytorch, such as ``"smp:unet-resnet18"``,
-            is a segmentation network.
+            is a segmentation network. ``"open_clip:"`` and a folder or a name on the Hub is the image tower of a
+            network of OpenCLIP.
         num_classes: Number of classes K; None keeps the number that the backbone comes with.
         pretrained: True takes the weights from the Hub or its cache, False starts from random weights. A string is a
             local ``.safetensors`` or ``.pth`` file or a folder; for ``tf_efficientnet_lite0`` also
@@ -88,7 +91,8 @@ def build_backbone(
         per_pixel: Whether the network must classify pixels: its logits are (B, K, H, W), and its head is its last
             convolution with ``num_classes`` outputs.
         text_head: Options of a head from the names of the classes, which they contain, for networks of transformers
-            with a text tower; None for a linear head. Without weights, the features of the classes are random.
+            and OpenCLIP with a text tower; None for a linear head. Without weights, the features of the classes are
+            random.
 
     Raises:
         ValueError: If the name is unknown, a number does not fit, or a weights file is not one for this backbone.
@@ -108,6 +112,8 @@ def build_backbone(
         built = _segmentation_network(backbone, num_classes, pretrained, image_size, in_chans, per_pixel)
     elif backbone.startswith("hf:"):
         built = _from_transformers(backbone, num_classes, pretrained, image_size, in_chans, text_head)
+    elif backbone.startswith(OPEN_CLIP_PREFIX):
+        built = build_open_clip(backbone, num_classes, pretrained, image_size, in_chans, text_head)
     else:
         hidden = hidden_of(backbone)
         if hidden is not None:

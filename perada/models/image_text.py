@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 HEAD = "classifier"
 """Full name of the classifier."""
+OPEN_CLIP_PREFIX = "open_clip:"
+"""Prefix of the names and folders of OpenCLIP's networks."""
 SIGLIP = "siglip"
 """Model type of SigLIP, and of SigLIP 2 for images of one size."""
 MODEL_TYPES = ("clip", "metaclip_2", SIGLIP)
@@ -52,10 +54,10 @@ class ImageTextClassifier(nn.Module):
 
 
 def check_text_backbone(backbone: str | nn.Module) -> None:
-    """Raise an OptionError if a backbone is not one by name from transformers, and so has no known text tower."""
+    """Raise an OptionError if a backbone is not one by name from transformers or OpenCLIP, with a known text tower."""
     if isinstance(backbone, nn.Module):
         raise _no_text_tower(type(backbone).__name__)
-    if isinstance(backbone, str) and not backbone.startswith("hf:"):
+    if isinstance(backbone, str) and not backbone.startswith(("hf:", OPEN_CLIP_PREFIX)):
         raise _no_text_tower(backbone)
 
 
@@ -86,37 +88,39 @@ def classifier_of_transformers(
     num_classes: int,
     encode: EncodeTexts | None,
 ) -> ImageTextClassifier:
-    """Return the image tower of a network, with the classifier that its text tower computes.
+    """Return the image tower of a network of transformers with a classifier; see :func:`text_classifier`."""
+    projection = network.visual_projection if hasattr(network, "visual_projection") else None
+    num_features = network.config.vision_config.hidden_size if projection is None else projection.out_features
+    return ImageTextClassifier(network, text_classifier(network, options, num_classes, num_features, encode))
+
+
+def text_classifier(
+    network: Any,  # noqa: ANN401  # a network of any class
+    options: TextHead,
+    num_classes: int,
+    num_features: int,
+    encode: EncodeTexts | None,
+) -> TextClassifier:
+    """Return the classifier that the text tower of a network computes.
 
     Args:
-        network: The network with both towers.
+        network: The network, with its ``logit_scale`` and, if it has one, its ``logit_bias``.
         options: Options of the classifier.
         num_classes: Number of classes K.
+        num_features: Number of features D that both towers end in.
         encode: The text tower; None for random features, to be replaced by those of a file.
     """
-    text_features = features_of_classes(options, num_classes, _num_features(network), encode)
+    if encode is None:
+        text_features = F.normalize(torch.randn(num_classes, num_features), dim=-1)
+    else:
+        text_features = options.for_classes(None, num_classes).class_features(encode)
     bias = getattr(network, "logit_bias", None)
-    classifier = TextClassifier(
+    return TextClassifier(
         text_features,
         logit_scale=float(network.logit_scale.detach()),
         logit_bias=None if bias is None else float(bias.detach()),
         options=options,
     )
-    return ImageTextClassifier(network, classifier)
-
-
-def features_of_classes(options: TextHead, num_classes: int, num_features: int, encode: EncodeTexts | None) -> Tensor:
-    """Return the features (K, D) of the classes, or random ones if there is no text tower to compute them."""
-    if encode is None:
-        return F.normalize(torch.randn(num_classes, num_features), dim=-1)
-    return options.for_classes(None, num_classes).class_features(encode)
-
-
-def _num_features(network: Any) -> int:  # noqa: ANN401  # a network of any class
-    """Return the number of features D that both towers end in."""
-    projection = getattr(network, "visual_projection", None)
-    num_features: int = network.config.vision_config.hidden_size if projection is None else projection.out_features
-    return num_features
 
 
 def text_encoder(name: str, network: Any, source: str, load_options: dict[str, Any]) -> EncodeTexts:  # noqa: ANN401  # a network of any class

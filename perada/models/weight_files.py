@@ -103,7 +103,7 @@ def check_weights(backbone: str | nn.Module, pretrained: bool | str) -> None:
 
     Weights of the Hub are not looked for.
     """
-    is_of_timm = isinstance(backbone, str) and not backbone.startswith("hf:")
+    is_of_timm = isinstance(backbone, str) and not backbone.startswith(("hf:", "open_clip:"))
     if is_of_timm and isinstance(pretrained, str) and pretrained != LITE0:
         weights_file(pretrained)
 

@@ -26,6 +26,7 @@ from perada.models.adapted import (
     saved_tensors,
     tensors_taken_for_saved,
 )
+from perada.models.image_text import OPEN_CLIP_PREFIX
 from perada.models.weight_files import LITE0, SHIPPED_PREFIX
 from perada.results.cards import record_of_nobody, record_of_one
 from perada.results.run_file import RunFile, first_difference, published
@@ -276,8 +277,8 @@ def needs_backbone_file(info: Mapping[str, Any]) -> bool:
     if not pretrained or backbone is None:
         return True
     is_file = isinstance(pretrained, str) and pretrained != LITE0 and not pretrained.startswith(SHIPPED_PREFIX)
-    # The configuration of a folder of transformers is read from there, too.
-    return is_file and not backbone.startswith("hf:")
+    # The configuration of a folder of transformers or OpenCLIP is read from there, too.
+    return is_file and not backbone.startswith(("hf:", OPEN_CLIP_PREFIX))
 
 
 def base_name(adapted: AdaptedModel, pretrained: object) -> str | None:
