@@ -227,8 +227,13 @@ class PromptedBlock(nn.Module):
         return out
 
 
-TOWER_BLOCKS = {"CLIPEncoderLayer": 1, "MetaClip2EncoderLayer": 1, "SiglipEncoderLayer": 0}
-"""Numbers of tokens before those of the patches in image towers of transformers, by the class of their blocks."""
+TOWER_BLOCKS = {
+    "transformers.models.clip.modeling_clip.CLIPEncoderLayer": 1,
+    "transformers.models.metaclip_2.modeling_metaclip_2.MetaClip2EncoderLayer": 1,
+    "transformers.models.siglip.modeling_siglip.SiglipEncoderLayer": 0,
+    "open_clip.transformer.ResidualAttentionBlock": 1,
+}
+"""Numbers of tokens before those of the patches in image towers, by the class of their blocks."""
 
 
 @dataclass(frozen=True)
@@ -248,8 +253,13 @@ class TransformerLayout:
     patch: int
 
 
+def _class_path(module: nn.Module) -> str:
+    """Return the name of a module's class with its Python module."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def transformer_layout(model: nn.Module) -> TransformerLayout:
-    """Describe a VisionTransformer of timm, or a ViT or the image tower of a CLIP or SigLIP of transformers.
+    """Describe a VisionTransformer of timm, a ViT of transformers, or the image tower of a CLIP or SigLIP.
 
     A VisionTransformer may be a part of the network.
 
@@ -257,7 +267,7 @@ def transformer_layout(model: nn.Module) -> TransformerLayout:
         ValueError: If it is neither, or if prompts already go through its blocks.
     """
     timm_networks = {name: module for name, module in backbone_modules(model) if isinstance(module, VisionTransformer)}
-    tower_blocks = {name: module for name, module in backbone_modules(model) if type(module).__name__ in TOWER_BLOCKS}
+    tower_blocks = {name: module for name, module in backbone_modules(model) if _class_path(module) in TOWER_BLOCKS}
     if timm_networks:
         # Its name is empty unless it is the tower of a larger network, such as OpenCLIP's BiomedCLIP.
         path, timm_network = next(iter(timm_networks.items()))
@@ -275,13 +285,15 @@ def transformer_layout(model: nn.Module) -> TransformerLayout:
     elif tower_blocks:
         blocks = list(tower_blocks)
         first_block = next(iter(tower_blocks.values()))
-        start = TOWER_BLOCKS[type(first_block).__name__]
-        width = cast(Any, first_block).embed_dim
+        start = TOWER_BLOCKS[_class_path(first_block)]
+        first_norm = next(module for module in first_block.modules() if isinstance(module, nn.LayerNorm))
+        width = first_norm.normalized_shape[0]
         patch_embedding = model
     else:
         raise ValueError(
             "the prompt adapter fits VisionTransformers of timm (ViTs and DeiTs), and ViTs, CLIP and SigLIP of "
-            f"transformers, not {type(model).__name__}; choose a different adapter, such as 'lora' or 'bias_norm'"
+            f"transformers and OpenCLIP, not {type(model).__name__}; choose a different adapter, such as 'lora' or "
+            "'bias_norm'"
         )
     for name, module in backbone_modules(model):
         if not isinstance(module, PromptedBlock):

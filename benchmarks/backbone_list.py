@@ -23,20 +23,24 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import perada
+from benchmarks.image_text import CLASSES as CLASS_NAMES
+from benchmarks.image_text import save_image_text, save_open_clip
 from perada import Run
 from perada.core.seeding import generator, seeded
 from perada.data import FederatedData
 from perada.models.backbones import build_backbone
+from perada.models.text_head import TextHead
 from perada.results.formats import export_model
 from perada.results.report import table
 
-ADAPTERS = ("lora", "head", "bias_norm", "residual", "bottleneck")
+ADAPTERS = ("lora", "head", "bias_norm", "prompt", "residual", "bottleneck")
 START = "<!-- generated: python -m benchmarks.backbone_list -->"
 END = "<!-- /generated -->"
 TITLE = "Networks that are often fine-tuned"
-FORMS = ("timm", "hf", "module")
-"""By name in timm in full size, from a folder of transformers, and as an ``nn.Module`` of timm in a small size."""
-CLASSES = 3
+FORMS = ("timm", "hf", "text", "open_clip", "module")
+"""By name in timm in full size; from a folder of transformers; from such a folder, and one of OpenCLIP, with a head from
+class names; and as an ``nn.Module`` of timm in a small size."""
+CLASSES = len(CLASS_NAMES)
 TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest one."""
 QUIET: dict[str, Any] = {
@@ -69,6 +73,8 @@ class Network:
         side: Height and width of its images.
         other_side: Another size, to which its positions are interpolated if it has any.
         sized: Whether timm builds it for one size of images.
+        image_text: Its kind in :func:`.save_image_text`; None if it is not there.
+        open_clip: Its kind in :func:`.save_open_clip`; None if it is not there.
     """
 
     timm: str
@@ -78,6 +84,8 @@ class Network:
     side: int = 64
     other_side: int = 96
     sized: bool = True
+    image_text: str | None = None
+    open_clip: str | None = None
 
 
 NETWORKS = {
@@ -86,10 +94,14 @@ NETWORKS = {
         "vit_small_patch14_reg4_dinov2", VIT, "dinov2_with_registers", {**HF_VIT, "patch_size": 14}, 56, 84
     ),
     "DINOv3": Network("vit_small_patch16_dinov3", VIT, "dinov3_vit", HF_VIT),
-    "SigLIP 2": Network("vit_base_patch16_siglip_224.v2_webli", VIT, "siglip", {"vision_config": HF_VIT}),
-    "CLIP": Network("vit_base_patch32_clip_224", VIT, "clip", {"vision_config": HF_VIT}),
+    "SigLIP 2": Network(
+        "vit_base_patch16_siglip_224.v2_webli", VIT, "siglip", {"vision_config": HF_VIT}, image_text="siglip"
+    ),
+    "CLIP": Network(
+        "vit_base_patch32_clip_224", VIT, "clip", {"vision_config": HF_VIT}, image_text="clip", open_clip="plain"
+    ),
     # BiomedCLIP's tower is this network of timm, with weights that OpenCLIP saves.
-    "BiomedCLIP": Network("vit_base_patch16_224", VIT),
+    "BiomedCLIP": Network("vit_base_patch16_224", VIT, open_clip="biomed"),
     "MAE": Network("vit_base_patch16_224.mae", VIT, "vit_mae", HF_VIT),
     "ViT": Network("vit_tiny_patch16_224", VIT, "vit", HF_VIT),
     "Swin V2": Network(
@@ -139,9 +151,15 @@ class Trained:
 
 def forms_of(name: str) -> tuple[str, ...]:
     """Return the forms in which a network is built."""
-    if NETWORKS[name].model_type is None:
-        return ("timm", "module")
-    return FORMS
+    network = NETWORKS[name]
+    exists = {
+        "timm": True,
+        "hf": network.model_type is not None,
+        "text": network.image_text is not None,
+        "open_clip": network.open_clip is not None,
+        "module": True,
+    }
+    return tuple(form for form in FORMS if exists[form])
 
 
 def save_transformer(name: str, folder: Path) -> None:
@@ -171,6 +189,14 @@ def choose_backbone(name: str, form: str, side: int, channels: int, folder: Path
     if form == "hf":
         save_transformer(name, folder)
         return f"hf:{folder}", True
+    if form == "text":
+        assert network.image_text is not None
+        save_image_text(network.image_text, folder, side=network.side)
+        return f"hf:{folder}", True
+    if form == "open_clip":
+        assert network.open_clip is not None
+        save_open_clip(network.open_clip, folder, side=network.side)
+        return f"open_clip:{folder}", True
     options = dict(network.small)
     if network.sized:
         options["img_size"] = side
@@ -201,6 +227,9 @@ def train(name: str, form: str, adapter: str, folder: Path, *, other_side: bool 
         images = torch.randint(0, 256, (count, channels, side, side), dtype=torch.uint8, generator=random)
         return TensorDataset(images, torch.arange(count) % CLASSES)
 
+    text_head = None
+    if form in ("text", "open_clip"):
+        text_head = TextHead(class_names=CLASS_NAMES, train_logit_scale=True)
     backbone, pretrained = choose_backbone(name, form, side, channels, folder)
     data = FederatedData([dataset(2), dataset(3)], num_classes=CLASSES)
     with warnings.catch_warnings(record=True) as caught:
@@ -211,6 +240,7 @@ def train(name: str, form: str, adapter: str, folder: Path, *, other_side: bool 
             adapter=adapter,
             pretrained=pretrained,
             image_size=side if form != "module" else None,
+            text_head=text_head,
             algorithm="fedavg",
             rounds=1,
             local_steps=1,
@@ -227,7 +257,11 @@ def train(name: str, form: str, adapter: str, folder: Path, *, other_side: bool 
         channels = 3
     with seeded(0, "plain"):
         plain = build_backbone(
-            backbone, CLASSES, pretrained=pretrained, image_size=side if form != "module" else None
+            backbone,
+            CLASSES,
+            pretrained=pretrained,
+            image_size=side if form != "module" else None,
+            text_head=text_head,
         ).model
     images = torch.randn(2, channels, side, side, generator=generator(0, "images"))
     return Trained(run, plain, images, finding)
@@ -320,6 +354,10 @@ def label(name: str, form: str) -> str:
         return f"`{network.timm}`"
     if form == "hf":
         return f"`hf:`, {network.model_type}"
+    if form == "text":
+        return f"`hf:`, {network.image_text}, `text_head`"
+    if form == "open_clip":
+        return "`open_clip:`, `text_head`"
     return "module"
 
 

@@ -8,11 +8,11 @@ import torch
 import yaml
 from transformers import CLIPModel
 
+from benchmarks.image_text import save_image_text
 from perada import Run
 from perada.cli.deployed_recipes import server_recipe
 from perada.cli.main import main
 from tests.deploy.test_sites_recipe import CLASSES, copy_recipe, draw_images
-from tests.image_text import save_image_text
 from tests.rejections import raises_naming
 
 TEMPLATES = ["a photo of the {}.", "a sketch of the {}."]

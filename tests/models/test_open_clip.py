@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
+from benchmarks.image_text import CLASSES, LONGEST, MEAN, SIDE, STD, save_open_clip
 from perada import Run
 from perada.data import FederatedData
 from perada.engine.fold_check import check_fold
@@ -20,12 +21,10 @@ from perada.models.backbones import build_backbone
 from perada.models.text_head import TextHead
 from perada.models.usage import check_usage
 from perada.results.formats import export_model
-from tests.image_text import CLASSES, LONGEST, MEAN, SIDE, STD, save_open_clip
 from tests.rejections import raises_naming
 
 open_clip = pytest.importorskip("open_clip", reason="needs the extra open-clip")
 KINDS = ("plain", "biomed")
-SIDES = {"plain": SIDE, "biomed": 160}
 TEXTS = ["a photo of a cat.", "a photo of a golden retriever.", "a photo of a truck."]
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 TEXT_HEAD = {"class_names": CLASSES, "train_logit_scale": True, "train_features": True}
@@ -39,8 +38,8 @@ def folders(tmp_path_factory):
     return folders
 
 
-def images(kind, count=3):
-    return torch.randn(count, 3, SIDES[kind], SIDES[kind], generator=torch.Generator().manual_seed(0))
+def images(count=3):
+    return torch.randn(count, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
 
 
 def read_network(folder):
@@ -52,10 +51,10 @@ def logits_of(network, folder, x):
     return network.get_logits(x, open_clip.get_tokenizer(f"local-dir:{folder}")(TEXTS))[0]
 
 
-def finetune(folder, kind, adapter="lora", **options):
+def finetune(folder, adapter="lora", **options):
     def dataset(seed):
         random = torch.Generator().manual_seed(seed)
-        pixels = torch.randint(0, 256, (4, 3, SIDES[kind], SIDES[kind]), dtype=torch.uint8, generator=random)
+        pixels = torch.randint(0, 256, (4, 3, SIDE, SIDE), dtype=torch.uint8, generator=random)
         return TensorDataset(pixels, torch.arange(4) % len(CLASSES))
 
     data = FederatedData([dataset(0), dataset(1)], num_classes=len(CLASSES))
@@ -71,19 +70,19 @@ def test_without_training_logits_are_those_of_open_clip(folders, kind):
     handlers = list(logging.getLogger().handlers)
     built = build_backbone(f"open_clip:{folder}", text_head=TextHead(class_names=CLASSES))
     assert logging.getLogger().handlers == handlers
-    x = images(kind)
+    x = images()
     with torch.no_grad():
         expected = logits_of(read_network(folder), folder, x)
         torch.testing.assert_close(built.model(x), expected, rtol=1e-5, atol=1e-5)
     assert expected.std(1).min() > 0.05
     image = built.image_config
-    assert (image.input_size[1:], image.mean, image.std) == ((SIDES[kind],) * 2, tuple(MEAN), tuple(STD))
+    assert (image.input_size[1:], image.mean, image.std) == ((SIDE, SIDE), tuple(MEAN), tuple(STD))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_linear_head_reads_the_features(folders, kind):
     model = build_backbone(f"open_clip:{folders[kind]}", 5).model
-    x = images(kind)
+    x = images()
     with torch.no_grad():
         features = read_network(folders[kind]).encode_image(x)
         torch.testing.assert_close(model(x), model.classifier(features))
@@ -102,18 +101,35 @@ def test_positions_are_interpolated_to_another_image_size(folders):
 @pytest.mark.parametrize(
     ("kind", "adapter"),
     [
-        *((kind, adapter) for kind in KINDS for adapter in ("lora", "head", "bottleneck")),
+        *((kind, adapter) for kind in KINDS for adapter in ("lora", "head", "bottleneck", "prompt")),
         ("biomed", "bias_norm"),
-        ("biomed", "prompt"),
     ],
 )
 def test_clients_train_together(folders, kind, adapter):
     built = build_backbone(f"open_clip:{folders[kind]}", text_head=TextHead(**TEXT_HEAD))
     adapted = insert_adapter(built, adapter)
-    x = images(kind, 2)
+    x = images(2)
     usage = check_usage(adapted, x)
     assert (usage.problem, usage.unused, usage.merging) == (None, (), None)
     assert check_fold(adapted.model, torch.stack([x, x.flip(0)])) is None
+
+
+def test_prompts_in_open_clips_own_tower(folders):
+    """Deep prompts, written out with the blocks of OpenCLIP."""
+    model = insert_adapter(build_backbone(f"open_clip:{folders['plain']}", 3), "prompt", tokens=2).model
+    visual = read_network(folders["plain"]).visual
+    x = images()
+    with torch.no_grad():
+        patches = visual.conv1(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([visual.class_embedding.expand(len(x), 1, -1), patches], 1) + visual.positional_embedding
+        tokens = visual.ln_pre(tokens)
+        for number, block in enumerate(visual.transformer.resblocks):
+            prompts = model.get_submodule(f"visual.transformer.resblocks.{number}.perada_prompt_enter.default").prompts
+            inserted = prompts.weight.expand(len(x), -1, -1)
+            output = block(torch.cat([tokens[:, :1], inserted, tokens[:, 1:]], 1))
+            tokens = torch.cat([output[:, :1], output[:, 3:]], 1)
+        features = visual.ln_post(tokens[:, 0]) @ visual.proj
+        torch.testing.assert_close(model(x), model.classifier(features), rtol=1e-5, atol=1e-5)
 
 
 def test_prompts_in_a_tower_of_timm_are_those_of_the_network_alone(folders):
@@ -129,7 +145,7 @@ def test_prompts_in_a_tower_of_timm_are_those_of_the_network_alone(folders):
     features = {}
     for name, network in (("alone", alone), ("tower", model.visual.trunk)):
         network.norm.register_forward_hook(lambda _, __, output, name=name: features.update({name: output}))
-    x = images("biomed")
+    x = images()
     with torch.no_grad():
         alone(x)
         model(x)
@@ -138,14 +154,14 @@ def test_prompts_in_a_tower_of_timm_are_those_of_the_network_alone(folders):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_adapters_fit_the_whole_network_of_open_clip(folders, kind, tmp_path):
-    run = finetune(folders[kind], kind, text_head={"class_names": CLASSES})
+    run = finetune(folders[kind], text_head={"class_names": CLASSES})
     run.export(tmp_path / "peft")
     network = read_network(folders[kind])
     with warnings.catch_warnings():
         # The network has no classifier, since its texts are the classes.
         warnings.simplefilter("ignore")
         read = PeftModel.from_pretrained(network, tmp_path / "peft" / "global")
-    x = images(kind)
+    x = images()
     model = run.global_model()
     run.save(tmp_path / "run")
     with torch.no_grad():
@@ -160,7 +176,7 @@ def test_saved_adapters_fit_the_whole_network_of_open_clip(folders, kind, tmp_pa
 @pytest.mark.parametrize("kind", KINDS)
 def test_onnx(folders, kind, tmp_path):
     # The logits of the file are compared there.
-    export_model(finetune(folders[kind], kind, text_head=TEXT_HEAD), None, "onnx", tmp_path)
+    export_model(finetune(folders[kind], text_head=TEXT_HEAD), None, "onnx", tmp_path)
     assert list(tmp_path.glob("*.onnx"))
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from transformers import CLIPModel, CLIPVisionConfig, CLIPVisionModel, SiglipModel, ViTConfig, ViTForImageClassification
 
 import perada
+from benchmarks.image_text import CLASSES, LONGEST, MEAN, SIDE, STD, save_image_text, word_tokenizer
 from perada import Run
 from perada.core.states import get_state
 from perada.data import FederatedData
@@ -27,7 +28,6 @@ from perada.models.text_head import TextHead
 from perada.models.usage import check_usage
 from perada.privacy import Privacy
 from perada.results.formats import export_model
-from tests.image_text import CLASSES, LONGEST, MEAN, SIDE, STD, save_image_text, word_tokenizer
 from tests.rejections import raises_naming, rejects
 
 KINDS = ("clip", "siglip")

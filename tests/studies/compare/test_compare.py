@@ -18,6 +18,7 @@ import yaml
 from jsonargparse import Namespace
 from PIL import Image
 
+from benchmarks.image_text import save_image_text
 from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.algorithms.registry import methods
 from perada.algorithms.specs import class_path_of
@@ -40,7 +41,6 @@ from perada.tasks import Classification, Regression
 from tests import recipes
 from tests.comparisons import plan_of
 from tests.digests import without
-from tests.image_text import save_image_text
 
 comparison = partial(file.expand_comparison, find=comparison_file)
 DISTILLING = {"federated": {"clients_per_round": 2}, "distillation": {"steps": 1, "batch_size": 4}}
