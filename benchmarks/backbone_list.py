@@ -38,8 +38,8 @@ START = "<!-- generated: python -m benchmarks.backbone_list -->"
 END = "<!-- /generated -->"
 TITLE = "Networks that are often fine-tuned"
 FORMS = ("timm", "hf", "text", "open_clip", "module")
-"""By name in timm in full size; from a folder of transformers; from such a folder, and one of OpenCLIP, with a head from
-class names; and as an ``nn.Module`` of timm in a small size."""
+"""By name in timm in full size; from a folder of transformers; from such a folder and from one of OpenCLIP with a head
+from class names; and as an ``nn.Module`` of timm in a small size."""
 CLASSES = len(CLASS_NAMES)
 TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest one."""

@@ -250,8 +250,8 @@ def _wrap_or_explain(backbone: Backbone, config: PeftConfig, adapter_name: str) 
             reason = f"{type(error).__name__}: {reason}"
         if "same embed for query/key/value" in reason:
             reason += " name its 'q_proj_weight', 'k_proj_weight' and 'v_proj_weight' in target_parameters"
-        elif not isinstance(error, OptionError):
-            # PEFT gives reasons without remedies.
+        elif not isinstance(error, OptionError) and ";" not in reason:
+            # PEFT gives reasons without remedies, unlike perada's own adapters, which separate them by a semicolon.
             reason = reason.removesuffix(".")
             reason += "; change its options, name other layers in target_modules, or choose a different adapter"
         raise OptionError(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perada.core.checks import OptionError
-from perada.models.text_head import EncodeTexts, TextClassifier, TextHead
+from perada.models.text_head import EncodeTexts, TextClassifier, TextHead, ZeroShot
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -115,12 +115,12 @@ def text_classifier(
     else:
         text_features = options.for_classes(None, num_classes).class_features(encode)
     bias = getattr(network, "logit_bias", None)
-    return TextClassifier(
+    zero_shot = ZeroShot(
         text_features,
         logit_scale=float(network.logit_scale.detach()),
         logit_bias=None if bias is None else float(bias.detach()),
-        options=options,
     )
+    return TextClassifier(zero_shot, options)
 
 
 def text_encoder(name: str, network: Any, source: str, load_options: dict[str, Any]) -> EncodeTexts:  # noqa: ANN401  # a network of any class

@@ -158,74 +158,75 @@ def _check_distinct(names: Sequence[str]) -> None:
         )
 
 
-class LogitScale(nn.Module):
-    """Multiply by exp(weight), and add a bias.
-
-    Args:
-        weight: Logarithm of the scale.
-        bias: Bias; None for none.
-        trained: Whether both are parameters; otherwise they are buffers.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: float, bias: float | None, trained: bool) -> None:
-        super().__init__()
-        for name, value in {"weight": weight, "bias": bias}.items():
-            if value is None:
-                self.register_buffer(name, None)
-            elif trained:
-                self.register_parameter(name, nn.Parameter(torch.tensor([value])))
-            else:
-                self.register_buffer(name, torch.tensor([value]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map cosines (B, K) to logits (B, K)."""
-        scaled = x * self.weight.exp()
-        return scaled if self.bias is None else scaled + self.bias
-
-
-class FeatureChange(nn.Linear):
-    """The difference (K, D) of the classes' features from those of the prompts, zero at first.
-
-    Args:
-        num_features: Number of features D.
-        num_classes: Number of classes K.
-    """
-
-    def __init__(self, num_features: int, num_classes: int) -> None:
-        super().__init__(num_features, num_classes, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Set the difference to zero."""
-        nn.init.zeros_(self.weight)
-
-
-class TextClassifier(nn.Module):
-    """Classify image features by their cosines with the features of the classes.
+class ZeroShot(nn.Module):
+    """The tensors of a zero-shot classifier, which are not trained.
 
     Args:
         text_features: Normalised features (K, D) of the classes.
         logit_scale: Logarithm of the logits' scale.
         logit_bias: Bias of the logits; None for none.
-        options: What is trained.
     """
 
     text_features: Tensor
+    logit_scale: Tensor
+    logit_bias: Tensor | None
 
-    def __init__(self, text_features: Tensor, logit_scale: float, logit_bias: float | None, options: TextHead) -> None:
+    def __init__(self, text_features: Tensor, logit_scale: float, logit_bias: float | None) -> None:
         super().__init__()
-        num_classes, num_features = text_features.shape
         self.register_buffer("text_features", text_features)
-        self.change = FeatureChange(num_features, num_classes) if options.train_features else None
-        self.scale = LogitScale(logit_scale, logit_bias, options.train_logit_scale)
+        self.register_buffer("logit_scale", torch.tensor([logit_scale]))
+        self.register_buffer("logit_bias", None if logit_bias is None else torch.tensor([logit_bias]))
+
+
+class TextClassifier(nn.Module):
+    """Classify image features by their cosines with the features of the classes.
+
+    What is trained are offsets, which are zero at first. So the zero-shot classifier is a part of the frozen weights,
+    and a weight decay pulls towards it.
+
+    Args:
+        zero_shot: The classifier before training.
+        options: What is trained.
+    """
+
+    feature_offset: nn.Parameter | None
+    scale_offset: nn.Parameter | None
+    bias_offset: nn.Parameter | None
+
+    def __init__(self, zero_shot: ZeroShot, options: TextHead) -> None:
+        super().__init__()
+        self.zero_shot = zero_shot
+        is_trained = {
+            "feature_offset": options.train_features,
+            "scale_offset": options.train_logit_scale,
+            "bias_offset": options.train_logit_scale and zero_shot.logit_bias is not None,
+        }
+        initial = {
+            "feature_offset": zero_shot.text_features,
+            "scale_offset": zero_shot.logit_scale,
+            "bias_offset": zero_shot.logit_bias,
+        }
+        for name, value in initial.items():
+            offset = nn.Parameter(torch.zeros_like(value)) if value is not None and is_trained[name] else None
+            self.register_parameter(name, offset)
+
+    def reset_parameters(self) -> None:
+        """Return to the zero-shot classifier."""
+        for offset in self.parameters():
+            nn.init.zeros_(offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map image features (B, D) to logits (B, K)."""
         directions = F.normalize(x, dim=-1)
-        cosines = F.linear(directions, self.text_features)
-        if self.change is not None:
-            cosines = cosines + self.change(directions)
-        logits: Tensor = self.scale(cosines)
+        features = self.zero_shot.text_features
+        if self.feature_offset is not None:
+            features = features + self.feature_offset
+        log_scale = self.zero_shot.logit_scale
+        if self.scale_offset is not None:
+            log_scale = log_scale + self.scale_offset
+        logits = F.linear(directions, features) * log_scale.exp()
+        if self.zero_shot.logit_bias is not None:
+            logits = logits + self.zero_shot.logit_bias
+        if self.bias_offset is not None:
+            logits = logits + self.bias_offset
         return logits

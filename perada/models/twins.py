@@ -31,10 +31,11 @@ from perada.engine.stacked_layers import (
     StackedLayer,
     StackedLinear,
     StackedNorm,
+    batched_linear,
 )
 from perada.engine.substitutes import FrozenSubstitute
 from perada.models.char_lstm import Characters
-from perada.models.text_head import FeatureChange, LogitScale
+from perada.models.text_head import TextClassifier
 
 
 class StackedBatchNormAct(StackedBatchNorm):
@@ -175,22 +176,36 @@ class StackedPrompts(StackedLayer):
 TWINS[Prompts] = StackedPrompts
 
 
-class StackedLogitScale(StackedLayer):
-    """C scales of logits, with their biases."""
+class StackedTextClassifier(StackedLayer):
+    """C classifiers from class names, whose zero-shot classifier is the same."""
 
     like_torch = False
-    weight: Tensor
 
     def forward(self, x_R: Tensor) -> Tensor:
-        """Map cosines (R, K) to logits (R, K)."""
-        clients = len(self.weight)
-        scales = self.weight.exp().view(clients, 1, 1)
-        scaled_CB = x_R.unflatten(0, (clients, -1)) * scales
-        return self.shifted(scaled_CB.flatten(0, 1), [1, -1])
+        """Map image features (R, D) to logits (R, K)."""
+        zero_shot = self.original[0].zero_shot
+        clients = self.context.num_clients
+        directions_R = F.normalize(x_R, dim=-1)
+        logits_R = F.linear(directions_R, zero_shot.text_features)
+        # Dimensions are clients, images and classes or features.
+        logits = logits_R.unflatten(0, (clients, -1))
+        feature_offset = self.stacked("feature_offset")
+        if feature_offset is not None:
+            logits = logits + batched_linear(directions_R.unflatten(0, (clients, -1)), feature_offset, None)
+        log_scale = zero_shot.logit_scale
+        scale_offset = self.stacked("scale_offset")
+        if scale_offset is not None:
+            log_scale = log_scale + scale_offset.unsqueeze(1)
+        logits = logits * log_scale.exp()
+        if zero_shot.logit_bias is not None:
+            logits = logits + zero_shot.logit_bias
+        bias_offset = self.stacked("bias_offset")
+        if bias_offset is not None:
+            logits = logits + bias_offset.unsqueeze(1)
+        return logits.flatten(0, 1)
 
 
-TWINS[LogitScale] = StackedLogitScale
-TWINS[FeatureChange] = StackedLinear
+TWINS[TextClassifier] = StackedTextClassifier
 
 
 class StackedParamDict(nn.Module):

@@ -74,7 +74,7 @@ def test_sites_train_and_export(tmp_path, recipe):
     main(["deploy", "export", "srv", "--recipe", recipe.name, "--output", "global"])
     run = Run.load("global")
     assert run.info["text_head"]["class_names"] == CLASSES
-    assert any(re.search(r"classifier\..*scale\.weight", name) for name in run.state("global"))
+    assert any(re.search(r"classifier\..*scale_offset", name) for name in run.state("global"))
 
 
 def test_a_server_without_class_names_is_told_to_list_them(tmp_path):

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from peft import PeftModel
 from torch.utils.data import TensorDataset
 from transformers import CLIPModel, CLIPVisionConfig, CLIPVisionModel, SiglipModel, ViTConfig, ViTForImageClassification
@@ -125,7 +124,7 @@ def test_features_of_templates_are_averaged(folders, kind):
         mean = sum(of_class) / len(of_class)
         expected.append(mean / mean.norm())
     head = build(folders[kind], templates=TEMPLATES).model.classifier
-    torch.testing.assert_close(head.text_features, torch.stack(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(head.zero_shot.text_features, torch.stack(expected), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,40 +140,41 @@ def test_positions_are_interpolated_to_another_image_size(folders, kind):
 
 
 def test_letters_of_siglip_are_lower_case(folders):
-    plain = build(folders["siglip"]).model.classifier.text_features
-    capitals = build(folders["siglip"], class_names=[name.upper() for name in CLASSES]).model.classifier.text_features
+    plain = build(folders["siglip"]).model.classifier.zero_shot.text_features
+    capitals = build(
+        folders["siglip"], class_names=[name.upper() for name in CLASSES]
+    ).model.classifier.zero_shot.text_features
     assert torch.equal(plain, capitals)
-
-
-def expected_logits(head, features):
-    """The logits of a head, written out, from image features (B, D)."""
-    weight = head.text_features
-    if head.change is not None:
-        weight = weight + head.change.weight
-    logits = head.scale.weight.exp() * F.normalize(features, dim=-1) @ weight.T
-    return logits if head.scale.bias is None else logits + head.scale.bias
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_a_trained_head(folders, kind):
+    network = read_network(folders[kind])
     head = build(folders[kind], **EVERYTHING).model.classifier
-    assert (head.scale.bias is not None) == (kind == "siglip")
-    features = torch.randn(4, head.text_features.shape[1], generator=torch.Generator().manual_seed(2))
+    features = torch.randn(4, head.zero_shot.text_features.shape[1], generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         before = head(features)
         for parameter in head.parameters():
+            assert not parameter.any()
             parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
-        torch.testing.assert_close(head(features), expected_logits(head, features))
-    assert (head(features) - before).abs().max() > 0.1
+        weight = head.zero_shot.text_features + head.feature_offset
+        scale = (network.logit_scale + head.scale_offset).exp()
+        expected = scale * features / features.norm(dim=1, keepdim=True) @ weight.T
+        if kind == "siglip":
+            expected += network.logit_bias + head.bias_offset
+        torch.testing.assert_close(head(features), expected)
+        assert (head(features) - before).abs().max() > 0.1
+        head.reset_parameters()
+        assert torch.equal(head(features), before)
 
 
 @pytest.mark.parametrize(
     ("options", "trained"),
     [
         ({}, set()),
-        ({"train_logit_scale": True}, {"scale.weight", "scale.bias"}),
-        ({"train_features": True}, {"change.weight"}),
-        (EVERYTHING, {"scale.weight", "scale.bias", "change.weight"}),
+        ({"train_logit_scale": True}, {"scale_offset", "bias_offset"}),
+        ({"train_features": True}, {"feature_offset"}),
+        (EVERYTHING, {"scale_offset", "bias_offset", "feature_offset"}),
     ],
 )
 def test_what_of_the_head_is_trained(folders, options, trained):
@@ -336,21 +336,32 @@ def test_a_checkpoint_is_restored(folders, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*(delta=|secure_rng|test mode|repeat).*:UserWarning")
-@pytest.mark.parametrize("engine", ["folded", "opacus"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_private_gradients_without_noise_are_those_of_training(folders, kind, engine):
+def test_private_gradients_without_noise_are_those_of_training(folders, kind):
     """A bound that no gradient reaches, all images in each batch: DP-SGD is then gradient descent."""
     pytest.importorskip("opacus")
-    options = {"local_steps": 1, "batch_size": 64, "lr_local": 0.01}
-    plain = finetune(folders[kind], text_head=EVERYTHING, **options)
-    privacy = Privacy(noise_multiplier=1e-9, max_norm=1e3, delta=1e-3, secure_rng=False, engine=engine)
-    private = finetune(folders[kind], text_head=EVERYTHING, privacy=privacy, **options)
-    initial = finetune(folders[kind], text_head=EVERYTHING, rounds=0).state("global")
-    for name, value in plain.state("global").items():
-        torch.testing.assert_close(private.state("global")[name], value, rtol=0, atol=1e-5)
-        # LoRA's A has no gradient yet, since B is zero, and a softmax is the same with any bias of all logits.
-        has_gradient = ".lora_A." not in name and not name.endswith("scale.bias")
-        assert torch.equal(value, initial[name]) != has_gradient
+    options = {"text_head": EVERYTHING, "local_steps": 3, "batch_size": 64, "lr_local": 0.01}
+    plain = finetune(folders[kind], **options).state("global")
+    privacy = Privacy(noise_multiplier=1e-9, max_norm=1e3, delta=1e-3, secure_rng=False)
+    private = finetune(folders[kind], privacy=privacy, **options).state("global")
+    for name, value in plain.items():
+        torch.testing.assert_close(private[name], value, rtol=0, atol=1e-5)
+        # Offsets are zero at first. That of the bias stays, since a softmax is the same with any.
+        if name.endswith(("feature_offset", "scale_offset")):
+            assert value.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("algorithm", ["fedper", "moon", "fedrod"])
+def test_algorithms_about_the_head(folders, algorithm):
+    """The head is no linear layer, which FedROD needs, and has no tensors for others if it is fixed."""
+    with raises_naming(ValueError, {"fedper": "FedPer", "moon": "Moon", "fedrod": "FedROD"}[algorithm]):
+        finetune(folders["clip"], algorithm=algorithm)
+    if algorithm == "fedrod":
+        with raises_naming(ValueError, "FedROD", "classifier.modules_to_save.default.feature_offset"):
+            finetune(folders["clip"], text_head={"train_features": True}, algorithm=algorithm)
+    else:
+        run = finetune(folders["clip"], text_head={"train_logit_scale": True}, algorithm=algorithm)
+        assert run.metrics["clients"]
 
 
 def test_other_initialisations_keep_the_head(folders):
