@@ -340,15 +340,15 @@ def test_a_checkpoint_is_restored(folders, tmp_path):
 def test_private_gradients_without_noise_are_those_of_training(folders, kind):
     """A bound that no gradient reaches, all images in each batch: DP-SGD is then gradient descent."""
     pytest.importorskip("opacus")
-    options = {"text_head": EVERYTHING, "local_steps": 3, "batch_size": 64, "lr_local": 0.01}
+    options = {"text_head": EVERYTHING, "local_steps": 3, "batch_size": 64, "lr_local": 0.1}
     plain = finetune(folders[kind], **options).state("global")
     privacy = Privacy(noise_multiplier=1e-9, max_norm=1e3, delta=1e-3, secure_rng=False)
     private = finetune(folders[kind], privacy=privacy, **options).state("global")
     for name, value in plain.items():
-        torch.testing.assert_close(private[name], value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(private[name], value, rtol=0, atol=3e-6)
         # Offsets are zero at first. That of the bias stays, since a softmax is the same with any.
         if name.endswith(("feature_offset", "scale_offset")):
-            assert value.abs().max() > 1e-4
+            assert value.abs().max() > 1e-5
 
 
 @pytest.mark.parametrize("algorithm", ["fedper", "moon", "fedrod"])
