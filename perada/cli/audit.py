@@ -7,7 +7,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from perada.deploy.audit import LOG, Entry, begin_log, check_chain, check_state
-from perada.deploy.protocol import canonical, display_round
+from perada.deploy.protocol import JOB_KINDS, canonical, display_round
 from perada.deploy.site.file import read_site
 from perada.results.report import table
 
@@ -96,7 +96,7 @@ def _cells_of_entry(entry: Entry) -> list[str]:
     if "of" in request:
         kind = f"{kind} ({request['of']})"
     round = "–"
-    if entry["round"] is not None:
+    if entry["round"] is not None and request.get("of") not in JOB_KINDS:
         round = str(display_round(request.get("kind", ""), entry["round"], request.get("of", "update")))
     return [
         number,

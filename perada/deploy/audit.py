@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perada.deploy.protocol import (
+    JOB_KINDS,
     SUM_KINDS,
     RejectionError,
     Request,
@@ -173,13 +174,15 @@ def make_entry(message: bytes, reply: bytes, spent: Callable[[Request], object])
         return entry
     request_fields["kind"] = request.kind
     request_fields["recipe"] = request.recipe
+    if request.of in JOB_KINDS:
+        request_fields["of"] = request.of
     if request.kind in SUM_KINDS:
         request_fields["of"] = request.of
         request_fields["attempt"] = request.attempt
     reply_fields["masks"] = request.kind == "mask" and bool(sizes)
     entry["run"] = request.run
     entry["round"] = request.round
-    if response.code == "ok" and request.kind in ("train", "tune", "mask"):
+    if response.code == "ok" and request.kind in ("train", "tune", "count", "mask"):
         epsilon = spent(request)
         if epsilon is not None:
             entry["epsilon"] = epsilon

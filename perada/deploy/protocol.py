@@ -25,11 +25,27 @@ if TYPE_CHECKING:
 PROTOCOL = 1
 """Version of the messages, which each of them names. A change that the other side would not understand raises it."""
 RequestKind = Literal[
-    "join", "train", "tune", "evaluate", "keys", "shares", "hold", "open", "mask", "confirm", "reveal"
+    "join",
+    "train",
+    "tune",
+    "evaluate",
+    "count",
+    "compare",
+    "keys",
+    "shares",
+    "hold",
+    "open",
+    "mask",
+    "confirm",
+    "reveal",
 ]
-"""Join the run; train a round; fine-tune after the last round; score the models; take a step of a secure sum."""
-Summand = Literal["update", "scores"]
-"""What the sites add up in a secure sum: updates of a round, or scores of its models."""
+"""Join the run; train a round; fine-tune after the last round; score the models; make the vector of a job without
+training; compare it with the sum over sites; take a step of a secure sum."""
+JobKind = Literal["survey", "evaluation"]
+"""A job without training: one secure sum of a vector of integers from each site (:mod:`perada.deploy.jobs`)."""
+JOB_KINDS = get_args(JobKind)
+Summand = Literal["update", "scores", "survey", "evaluation"]
+"""What the sites add up in a secure sum: updates of a round, scores of its models, or the vectors of a job."""
 SUM_KINDS = ("keys", "shares", "hold", "open", "mask", "confirm", "reveal")
 """The steps of a secure sum in their order; ``open`` only where sites disagree."""
 ResponseCode = Literal[
@@ -44,7 +60,7 @@ ResponseCode = Literal[
     "protocol",  # the message is of another version of the protocol
     "failed",  # anything else; the reason is in the site's log
 ]
-MAY_SEND = ("sizes", "counts", "scores", "losses", "epsilon")
+MAY_SEND = ("sizes", "counts", "scores", "losses", "epsilon", "survey")
 """What a site may allow to be sent beside updates."""
 MAX_ROUNDS = 10**6
 MAX_CLIENTS = 10**6
@@ -187,6 +203,11 @@ class Request(Header):
         _check_dictionary("sums", self.sums)
 
     @property
+    def job(self) -> JobKind | None:
+        """The job without training that the request is about; None if it is about a training run."""
+        return self.of if self.of in JOB_KINDS else None
+
+    @property
     def sums_scores(self) -> bool:
         """Whether the secure sum adds up scores, and not updates."""
         return self.of == "scores"
@@ -198,6 +219,10 @@ class Request(Header):
 
     def __str__(self) -> str:
         details = f" ({self.of}, attempt {self.attempt + 1})" if self.kind in SUM_KINDS else ""
+        if self.kind in ("count", "compare"):
+            details = f" ({self.of})"
+        if self.of in JOB_KINDS:
+            return f"{self.kind}{details}"
         return f"{self.kind}{details}, round {self.display_round}"
 
 
@@ -212,7 +237,8 @@ class Response(Header):
             digest of the classes), ``losses`` by role, ``counts`` (correct and all predictions), ``sums`` (lists of
             numbers by metric, from which its score is computed) and ``scores`` (by metric) of each of the
             :data:`SCORED_MODELS`, ``failed_models`` (those of them whose outputs are NaN or infinite for a test image),
-            ``typical`` (share of the test images that look like the site's training images), and ``epsilon`` by ledger.
+            ``typical`` (share of the test images that look like the site's training images), ``epsilon`` by ledger,
+            and ``row`` (the site's vector of a job without training).
         sums: Content of a step of a secure sum.
     """
 
@@ -247,11 +273,21 @@ def _check_fact(name: str, value: Any) -> None:  # noqa: ANN401  # anything that
             )
     elif name == "typical":
         check_number(name, value, ge=0, le=1)
+    elif name == "row":
+        _check_row(value)
     elif name in ("scores", "sums", "counts") and set(value) <= {*SCORED_MODELS}:
         for value_of_model in value.values():
             _check_fact_of_model(name, value_of_model)
     else:
         raise ValueError(f"unknown fact {name!r}")
+
+
+def _check_row(row: object) -> None:
+    """Check a site's vector of a job without training, which noise may have made negative."""
+    if not isinstance(row, list) or len(row) > MAX_SUMMANDS:
+        raise ValueError(f"row must be a list of at most {MAX_SUMMANDS} integers")
+    for count in row:
+        check_integer("a count of the row", count, -MAX_COUNT, le=MAX_COUNT)
 
 
 def _check_fact_of_model(name: str, value: Any) -> None:  # noqa: ANN401  # anything that a site sends

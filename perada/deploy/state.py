@@ -44,7 +44,7 @@ IMAGES_LEDGER = 0
 SITE_LEDGER = 1
 """Client number in a site's ledger under which the ε of the site as a whole is counted."""
 SITE_STATE = STATE
-SITE_FORMAT = 8
+SITE_FORMAT = 9
 FORMER_RUNS = "runs"
 """Subfolder of the state folder with the states of former runs."""
 ContentT = TypeVar("ContentT")
@@ -254,6 +254,30 @@ class RunState:
 
 
 @dataclass(frozen=True)
+class JobRecord:
+    """What a site keeps of a job without training.
+
+    Attributes:
+        kind: Kind of the job, as in :data:`.JobKind`.
+        recipe: Digest of its recipe.
+        vector: The site's vector, with its noise, which is drawn once.
+        is_masked: Whether the vector has left the site under masks, which happens once.
+        is_open: Whether it has left the site in the clear.
+    """
+
+    kind: str
+    recipe: str
+    vector: list[int]
+    is_masked: bool = False
+    is_open: bool = False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the vector has left the site."""
+        return self.is_masked or self.is_open
+
+
+@dataclass(frozen=True)
 class SiteTotals:
     """What all runs at a site have trained and spent.
 
@@ -263,17 +287,22 @@ class SiteTotals:
             step, and a training or scoring of which something leaves without the site's noise is a step without noise.
         rounds: Number of rounds that were trained.
         sampling: How private batches were drawn; None before the first.
+        jobs: Jobs without training, by the id of their run.
     """
 
     ledger: Ledger = field(default_factory=Ledger)
     rounds: int = 0
     sampling: str | None = None
+    jobs: Mapping[str, JobRecord] = field(default_factory=dict)
 
 
 class StoredSite(NamedTuple):
-    """Content of a site's file: a run, what all runs have spent, and the counters that reveal an older copy."""
+    """Content of a site's file: a run, what all runs have spent, and the counters that reveal an older copy.
 
-    run_state: RunState
+    The run is None at a site that has never trained, and has only answered jobs without training.
+    """
+
+    run_state: RunState | None
     totals: SiteTotals
     counters: SavedCounters
 
@@ -393,7 +422,7 @@ class SiteStore:
         self.commits = commits
         self._attempted = commits
         self._tip = stored.counters.tip
-        self._run = stored.run_state.run
+        self._run = None if stored.run_state is None else stored.run_state.run
         self._former_commits = dict(stored.counters.former_commits)
         return stored.run_state
 
@@ -418,8 +447,9 @@ class SiteStore:
                 raise RejectionError(
                     f"{str(path)!r} is missing, so run {run} cannot be continued; restore it from a backup", "other"
                 ) from None
-        if stored.run_state.run != run:
-            raise ValueError(f"{str(path)!r} contains run {stored.run_state.run} instead; restore it from a backup")
+        if stored.run_state is None or stored.run_state.run != run:
+            stored_run = None if stored.run_state is None else stored.run_state.run
+            raise ValueError(f"{str(path)!r} contains run {stored_run} instead; restore it from a backup")
         if stored.counters.commits != self._former_commits[run]:
             raise RejectionError(_older_copy_message(path, stored.counters.commits, self._former_commits[run]), "other")
         return stored.run_state
@@ -452,6 +482,31 @@ class SiteStore:
                 (self.folder / FORMER_RUNS).mkdir(exist_ok=True, mode=0o700)
             former_path = former_file(self.folder, self._run)
             former_commits[self._run] = self.commits
+        self._write(run_state, totals, former_commits, former_path)
+
+    def commit_totals(self, totals: SiteTotals) -> None:
+        """Write the totals in one step, with the run that was trained last as it is.
+
+        Raises:
+            DiskError: If they cannot be written. The file is then the one before, or this one.
+        """
+        self._write(self.current(), totals, self._former_commits, former_path=None)
+
+    def _write(
+        self,
+        run_state: RunState | None,
+        totals: SiteTotals,
+        former_commits: Mapping[str, int],
+        former_path: Path | None,
+    ) -> None:
+        """Write the state and count the change.
+
+        Args:
+            run_state: The run to be kept as the current one.
+            totals: What all runs have spent.
+            former_commits: Count of each former run's file.
+            former_path: Where the present file is put aside; None to replace it.
+        """
         commits = self.commits + 1
         tip = self.audit.tip
         content = {
@@ -459,6 +514,7 @@ class SiteStore:
             "total": totals.ledger.state_dict(),
             "rounds": totals.rounds,
             "sampling": totals.sampling,
+            "jobs": dict(totals.jobs),
             "commits": commits,
             "audit": list(tip),
             "former": former_commits,
@@ -474,8 +530,8 @@ class SiteStore:
         self.totals = totals
         self.commits = commits
         self._tip = tip
-        self._run = run_state.run
-        self._former_commits = former_commits
+        self._run = None if run_state is None else run_state.run
+        self._former_commits = dict(former_commits)
 
     def log(self, message: bytes, reply: bytes, spent: Callable[[Request], object]) -> None:
         """Write a reply to the audit log before it leaves; see :meth:`.AuditLog.append`.
@@ -577,28 +633,35 @@ def read_state(path: Path, *, with_tensors: bool = True) -> StoredSite:
 
 def _build_stored(
     *,
-    state: dict[str, Any],
+    state: dict[str, Any] | None,
     total: dict[str, Any],
     rounds: int,
     sampling: str | None,
+    jobs: dict[str, dict[str, Any]],
     commits: int,
     audit: list[Any],
     former: dict[str, int],
 ) -> StoredSite:
     """Build the content of a site's file from the values in it."""
+    ledger = Ledger()
+    ledger.load_state_dict(total)
+    job_records = {run: JobRecord(**record) for run, record in jobs.items()}
+    return StoredSite(
+        None if state is None else _build_run(state),
+        SiteTotals(ledger, rounds, sampling, job_records),
+        SavedCounters(commits, Tip(*audit), rounds, former),
+    )
+
+
+def _build_run(state: dict[str, Any]) -> RunState:
+    """Build the state of a run from the values in a site's file."""
     scoring = state["scoring"]
     parts = {
         "training": TrainingState(**state["training"]),
         "scoring": ScoringState(**(scoring | {"own": OwnScores(**scoring["own"])})),
         "summing": SummingState(**state["summing"]),
     }
-    ledger = Ledger()
-    ledger.load_state_dict(total)
-    return StoredSite(
-        RunState(**(state | parts)),
-        SiteTotals(ledger, rounds, sampling),
-        SavedCounters(commits, Tip(*audit), rounds, former),
-    )
+    return RunState(**(state | parts))
 
 
 def read_saved_counters(folder: Path) -> SavedCounters:
@@ -642,9 +705,11 @@ def read_runs(folder: Path, *, with_tensors: bool = True) -> tuple[list[RunState
     if not path.is_file():
         return [], SiteTotals()
     stored = read_state(path, with_tensors=with_tensors)
-    states = [stored.run_state]
+    states = [] if stored.run_state is None else [stored.run_state]
     for run in sorted(stored.counters.former_commits):
         former_path = former_file(folder, run)
         if former_path.is_file():
-            states.append(read_state(former_path, with_tensors=with_tensors).run_state)
+            former = read_state(former_path, with_tensors=with_tensors).run_state
+            if former is not None:
+                states.append(former)
     return states, stored.totals

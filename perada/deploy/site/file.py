@@ -28,6 +28,9 @@ class Limits:
         max_runs: Largest number of runs, each of which leaves a personal adapter on the site's disk.
         max_site_epsilon: Largest ε of the site as a whole; None for that of one whole run of the recipe. A site that
             sets it rejects recipes without ``client_privacy`` and ``secure_sums`` before anything leaves.
+        max_surveys: Largest number of surveys, of all recipes together. Two surveys show what has changed at the sites
+            in between, such as a patient who has left.
+        max_evaluations: The same of evaluations without training.
     """
 
     max_epsilon: float | None = None
@@ -36,6 +39,8 @@ class Limits:
     max_rounds: int | None = None
     max_runs: int = 100
     max_site_epsilon: float | None = None
+    max_surveys: int = 3
+    max_evaluations: int = 20
 
     def __post_init__(self) -> None:
         check_number("max_epsilon", self.max_epsilon, gt=0, optional=True)
@@ -44,6 +49,8 @@ class Limits:
         check_choice("accountant", self.accountant, ("rdp", "prv"))
         check_integer("max_rounds", self.max_rounds, optional=True)
         check_integer("max_runs", self.max_runs)
+        check_integer("max_surveys", self.max_surveys, 0)
+        check_integer("max_evaluations", self.max_evaluations, 0)
 
 
 @dataclass(frozen=True)

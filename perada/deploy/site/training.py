@@ -28,7 +28,7 @@ from perada.deploy.site.incoming import (
     lay_out,
     pack_response,
 )
-from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteTotals, SummingState, TrainingState
+from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SummingState, TrainingState
 from perada.privacy.account import Account, StepCost
 from perada.privacy.accounting import Ledger
 from perada.privacy.protection import Protection
@@ -90,7 +90,8 @@ class TrainingHandler(ImageHandler):
             reply = pack_response("broken", incoming.digest)
             summing = replace(summing, update={})
         run_state = replace(run_state, training=replace(training, reply=reply), summing=summing)
-        self.store.commit(run_state, SiteTotals(ledger, self.store.totals.rounds + 1, sampling))
+        totals = self.store.totals
+        self.store.commit(run_state, replace(totals, ledger=ledger, rounds=totals.rounds + 1, sampling=sampling))
         return run_state
 
     def _affordable_costs(

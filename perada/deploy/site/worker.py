@@ -21,6 +21,7 @@ from perada.deploy.protocol import (
 from perada.deploy.site.budget import explain_image_epsilon, explain_site_epsilon
 from perada.deploy.site.client import Client
 from perada.deploy.site.incoming import Incoming, finite_or_none, pack_response
+from perada.deploy.site.jobs import JobHandler, SiteJob
 from perada.deploy.site.permissions import Permissions
 from perada.deploy.site.scoring import ScoringHandler
 from perada.deploy.site.sum_steps import SumHandler
@@ -43,16 +44,18 @@ class SiteWorker:
         log: Log for reasons, which never leave the site.
         party: The site among those that it hides among, for recipes with secure sums.
         resume_allow: ``images`` allows a run without privacy to continue with other images than it has trained on.
+        jobs: The jobs without training that the site approves, by their digest.
 
     Attributes:
         permissions: What the site allows.
         trainer: Handler of requests to train.
         scorer: Handler of requests to score models.
         sums: Handler of requests for steps of secure sums.
+        job_handler: Handler of requests for jobs without training.
         log_context: Run and round of the request that is being answered, for records of the log.
 
     Raises:
-        ValueError: If a recipe has secure sums and there is no ``party``.
+        ValueError: If a recipe or a job has secure sums and there is no ``party``.
     """
 
     def __init__(
@@ -63,9 +66,12 @@ class SiteWorker:
         log: logging.Logger | None = None,
         party: "Party | None" = None,
         resume_allow: Sequence[str] = (),
+        jobs: Mapping[str, SiteJob] | None = None,
     ) -> None:
-        for client in clients_by_recipe.values():
-            if client.settings.secure_sums is not None and party is None:
+        self.jobs = dict(jobs or {})
+        uses_sums = [client.settings.secure_sums is not None for client in clients_by_recipe.values()]
+        if any(uses_sums) or self.jobs:
+            if party is None:
                 raise ValueError(
                     "the recipe uses secure_sums, but the site's file does not list the sites to hide among; add a "
                     "section secure_sums with identity and sites (docs/secure_sums.md)"
@@ -77,6 +83,7 @@ class SiteWorker:
         self.trainer = TrainingHandler(store, self.permissions, self.log)
         self.scorer = ScoringHandler(store, self.permissions, self.log)
         self.sums = SumHandler(store, party, self.log)
+        self.job_handler = JobHandler(store, self.permissions, party, self.log)
         self.log_context: dict[str, object] = {}
         self._answering = threading.Lock()
         for client in self.clients.values():
@@ -98,6 +105,9 @@ class SiteWorker:
             sizes += [initial_size, max_message_size(template.received)]
             if client.settings.algorithm.is_ensemble:
                 sizes.append(initial_size + MAX_MODELS * (initial_size - empty_size))
+        for site_job in self.jobs.values():
+            # The sum comes back, in 8 bytes a number.
+            sizes.append(empty_size + 8 * site_job.job.size)
         return max(sizes)
 
     def answer(self, message: bytes, transport_run: str) -> bytes:
@@ -159,6 +169,8 @@ class SiteWorker:
 
         An ε of None is infinite.
         """
+        if request.recipe in self.jobs:
+            return self.job_handler.spent(self.jobs[request.recipe])
         client = self.clients[request.recipe]
         ledger = self.store.totals.ledger
         spent: dict[str, float | None] = {}
@@ -176,9 +188,15 @@ class SiteWorker:
         request = Request.read(read_header(message))
         self.log_context = {"run": request.run, "round": request.round}
         client = self.clients.get(request.recipe)
+        site_job = self.jobs.get(request.recipe)
+        if site_job is not None:
+            self.log.info("run %s (%s of perada): %s", transport_run, request.run, request)
+            return self.job_handler.answer(site_job, request, message, message_digest)
         if client is None:
             raise RejectionError(f"the recipe with the digest {request.recipe} is not approved", "unapproved")
         self.log.info("run %s (%s of perada): %s", transport_run, request.run, request)
+        if request.job is not None or request.kind in ("count", "compare"):
+            raise RejectionError(f"{request} was requested of a recipe that trains", "other")
         if request.kind == "join":
             unpack(message, {})
             sizes = self.permissions.allowed_facts("sizes", {"size": client.size, "tests": client.test_size})

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for jobs without training: the site's vector, its part in the secure sum, and the comparison with others."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from perada.core.states import State
+from perada.core.text import printable
+from perada.deploy.jobs import TOTAL_NAME, Counts, Job, encode_counts
+from perada.deploy.protocol import (
+    SUM_KINDS,
+    RejectionError,
+    Request,
+    Response,
+    pack,
+    tensor_sizes,
+    unpack,
+)
+from perada.deploy.site.budget import SiteBudget, add_step_without_noise
+from perada.deploy.site.file import Limits
+from perada.deploy.site.incoming import finite_or_none
+from perada.deploy.site.permissions import Permissions
+from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, JobRecord, SiteStore
+
+if TYPE_CHECKING:
+    from perada.deploy.sums.keys import SumTerms
+    from perada.deploy.sums.party import Party
+    from perada.deploy.sums.vector import Uint64Vector
+
+
+class SiteJob(ABC):
+    """A job that a site has approved, with its data.
+
+    Args:
+        job: What server and sites know of it.
+        limits: Limits of the site.
+
+    Attributes:
+        permission: What of :data:`.MAY_SEND` allows the site's own vector to leave in the clear.
+        limit_name: Option of the site's limits that is the largest number of jobs of this kind.
+        noise_multiplier: Noise in its vectors, relative to the largest change by one patient; 0 for none.
+    """
+
+    permission: str
+    limit_name: str
+    noise_multiplier: float = 0.0
+
+    def __init__(self, job: Job, limits: Limits) -> None:
+        self.job = job
+        self.limits = limits
+
+    @property
+    def max_jobs(self) -> int:
+        """Largest number of jobs of this kind that the site answers, of all recipes together."""
+        return int(getattr(self.limits, self.limit_name))
+
+    @abstractmethod
+    def make_vector(self) -> list[int]:
+        """Return the site's vector (V,), with its noise. It is called once per run of the job."""
+
+    def compare(self, own_vector: Sequence[int], total: Counts, num_sites: int) -> list[str]:
+        """Return how the site differs from the others, for its own log.
+
+        Args:
+            own_vector: What the site added to the sum.
+            total: The sum, according to the server.
+            num_sites: Number of sites in it.
+        """
+        return []
+
+
+@dataclass
+class JobHandler:
+    """Answers requests for jobs.
+
+    Attributes:
+        store: State folder of the site.
+        permissions: What the site allows.
+        party: The site among those that it hides among; None without secure sums.
+        log: Log for reasons, which never leave the site.
+    """
+
+    store: SiteStore
+    permissions: Permissions
+    party: "Party | None"
+    log: logging.Logger
+
+    def answer(self, site_job: SiteJob, request: Request, message: bytes, message_digest: str) -> bytes:
+        """Return the reply to a request; raise a RejectionError if the site rejects it."""
+        # It also checks that the state is the one that this process wrote.
+        self.store.current()
+        if request.job != site_job.job.kind:
+            raise RejectionError(f"{request.kind} was requested of a recipe for a job ({site_job.job.kind})", "other")
+        if request.kind == "count":
+            unpack(message, {})
+            return self._count(site_job, request, message_digest)
+        record = self.store.totals.jobs.get(request.run)
+        if record is None:
+            raise RejectionError(f"nothing was counted in run {request.run}", "other")
+        if request.kind in SUM_KINDS:
+            return self._take_step(site_job, request, message_digest, record)
+        if request.kind == "compare":
+            return self._compare(site_job, message, message_digest, record)
+        raise RejectionError(f"{request.kind} cannot be requested of a job without training", "other")
+
+    def spent(self, site_job: SiteJob) -> dict[str, float | None] | None:
+        """Return the ε of the site's images over all runs and jobs, as the audit log has it; None without noise."""
+        if not site_job.noise_multiplier:
+            return None
+        limits = site_job.limits
+        budget = SiteBudget(limits, limits.max_epsilon, {})
+        epsilon = budget.epsilon(self.store.totals.ledger.history(IMAGES_LEDGER))
+        return {"spent": finite_or_none(epsilon), "delta": limits.delta}
+
+    def _count(self, site_job: SiteJob, request: Request, message_digest: str) -> bytes:
+        """Make the site's vector, unless it was made before, and offer keys for the secure sum."""
+        record = self.store.totals.jobs.get(request.run)
+        if record is None:
+            self._check_limits(site_job, request)
+            vector = site_job.make_vector()
+            record = JobRecord(site_job.job.kind, request.recipe, vector)
+        if record.recipe != request.recipe:
+            raise RejectionError(f"run {request.run} was begun with another recipe", "other")
+        facts: dict[str, Any] = {}
+        if site_job.permission in self.permissions.may_send:
+            facts["row"] = record.vector
+            record = replace(record, is_open=True)
+        self._commit(site_job, request.run, record)
+        keys: dict[str, Any] = {}
+        if self.party is not None:
+            terms = _terms(site_job, replace(request, attempt=0))
+            keys = self.party.offer_keys(terms, _no_claims(), begin=not record.is_masked)
+        return pack(Response("ok", message_digest, facts, keys))
+
+    def _check_limits(self, site_job: SiteJob, request: Request) -> None:
+        """Raise a RejectionError if the site may not begin another job.
+
+        Two jobs on images that differ by one patient have results that differ by this patient, which is why their
+        number is limited.
+        """
+        limits = site_job.limits
+        kind = site_job.job.kind
+        num_left = sum(record.kind == kind and record.has_left for record in self.store.totals.jobs.values())
+        if num_left >= site_job.max_jobs:
+            raise RejectionError(
+                f"{num_left} jobs of the kind {kind} were answered, and {site_job.limit_name}={site_job.max_jobs} "
+                "allows no more",
+                "exhausted",
+            )
+        noise = site_job.noise_multiplier
+        if limits.max_site_epsilon is not None:
+            raise RejectionError(
+                f"max_site_epsilon={limits.max_site_epsilon:g} limits what is learnt of the site as a whole, which no "
+                f"{kind} protects",
+                "exhausted",
+            )
+        if noise and limits.max_epsilon is None:
+            raise RejectionError(
+                f"the {kind} has noise, so the site must limit its ε: set limits: max_epsilon", "other"
+            )
+        if limits.max_epsilon is None:
+            return
+        if not noise:
+            raise RejectionError(
+                f"max_epsilon={limits.max_epsilon:g} limits the ε of the site's images, and this {kind} has no noise",
+                "exhausted",
+            )
+        budget = SiteBudget(limits, limits.max_epsilon, {})
+        if not budget.affords(self.store.totals.ledger.history(IMAGES_LEDGER), {(noise, 1.0): 1}):
+            raise RejectionError(f"max_epsilon={limits.max_epsilon:g} cannot afford another {kind}", "exhausted")
+
+    def _commit(self, site_job: SiteJob, run: str, record: JobRecord) -> None:
+        """Commit the vector, which is made once, and its cost if it is about to leave for the first time."""
+        totals = self.store.totals
+        former = totals.jobs.get(run)
+        if record == former:
+            return
+        ledger = deepcopy(totals.ledger)
+        had_left = former is not None and former.has_left
+        if record.has_left and not had_left:
+            noise = site_job.noise_multiplier
+            if noise:
+                ledger.add(IMAGES_LEDGER, noise, 1.0, 1)
+            else:
+                add_step_without_noise(ledger, IMAGES_LEDGER)
+            add_step_without_noise(ledger, SITE_LEDGER)
+        # A job whose vector never left is over as soon as another one begins.
+        jobs = {other: kept for other, kept in totals.jobs.items() if kept.has_left}
+        jobs[run] = record
+        self.store.commit_totals(replace(totals, ledger=ledger, jobs=jobs))
+
+    def _take_step(self, site_job: SiteJob, request: Request, message_digest: str, record: JobRecord) -> bytes:
+        """Take a step of the secure sum."""
+        party = self.party
+        if party is None:
+            raise RejectionError("the site's file has no section secure_sums", "other")
+        terms = _terms(site_job, request)
+        reply = party.saved_reply(terms, message_digest)
+        if reply is None:
+            if record.is_masked and request.kind in ("keys", "mask"):
+                # The difference of two sums over other sites would be the vector of a single site.
+                raise RejectionError("secure sum: the vector was already sent under masks", "other")
+            reply = self._make_reply(party, site_job, request, terms, message_digest, record)
+            # The reply is made before the commit, which may fail: a step is taken once, so its reply is made once.
+            party.save_reply(terms, message_digest, reply)
+        if tensor_sizes(reply):
+            # The commit precedes sending: the vector and its cost must be known after a crash.
+            self._commit(site_job, request.run, replace(record, is_masked=True))
+        return reply
+
+    def _make_reply(
+        self,
+        party: "Party",
+        site_job: SiteJob,
+        request: Request,
+        terms: "SumTerms",
+        message_digest: str,
+        record: JobRecord,
+    ) -> bytes:
+        """Take a step of the secure sum, and return the reply, which has a tensor only if it has the masked vector."""
+        from perada.deploy.sums.party import StepReply
+        from perada.deploy.sums.site import Objection
+
+        def make_vector(num_sites: int, metric_names: Collection[str]) -> "Uint64Vector":
+            return encode_counts(record.vector)
+
+        try:
+            step_reply = party.step(request, terms, _no_claims(), make_vector)
+        except Objection as objection:
+            # The server learns which sites are objected to, and not why.
+            self.log.warning("run %s: %s", request.run, objection)
+            step_reply = StepReply({"objects": objection.names})
+        tensors: State = {}
+        if step_reply.masked_vector is not None:
+            tensors = {"masked": torch.from_numpy(step_reply.masked_vector)}
+        if request.kind == "reveal":
+            self.log.info("%s: sites in the sum: %s", site_job.job.kind, ", ".join(party.survivors(terms)))
+        return pack(Response("ok", message_digest, sums=step_reply.content), tensors)
+
+    def _compare(self, site_job: SiteJob, message: bytes, message_digest: str, record: JobRecord) -> bytes:
+        """Log how the site differs from the others. The reply says nothing of it."""
+        if not record.is_masked:
+            raise RejectionError("a sum is to be compared, but the site's vector is in none", "other")
+        request_and_total = unpack(message, {TOTAL_NAME: ("U64", (site_job.job.size,))})
+        num_sites = int(Request.read(request_and_total.header).clients)
+        total = request_and_total.tensors[TOTAL_NAME].numpy().view(np.int64)
+        for line in site_job.compare(record.vector, total, num_sites):
+            self.log.warning("%s: %s", site_job.job.kind, printable(line))
+        return pack(Response("ok", message_digest))
+
+
+def _terms(site_job: SiteJob, request: Request) -> "SumTerms":
+    """Return the terms of the sum that a request is about, from the site's own recipe."""
+    from perada.deploy.sums.keys import SumTerms
+
+    job = site_job.job
+    return SumTerms(request.run, 0, job.digest, job.options, request.attempt, of=job.kind)
+
+
+def _no_claims() -> Any:  # noqa: ANN401  # its module needs cryptography
+    """Return what a site states beside its keys: nothing, since all sites are sent the same."""
+    from perada.deploy.sums.keys import SiteClaims
+
+    return SiteClaims()
