@@ -30,7 +30,9 @@ MODULES = {
 }
 
 # The packages, top to bottom: a module imports from its own package and from those above it.
-ROOMS = "core system tasks engine server algorithms privacy models scores federation data results lightning".split()
+ROOMS = (
+    "core system tasks engine server algorithms privacy models scores federation data results survey lightning".split()
+)
 ROOMS += "api deploy studies cli".split()
 LINKS = {"adapters": {"torch", "peft", "timm", "transformers"}}  # never perada's own
 FACES = {"perada", "__main__"}  # perada/__init__.py hands on public names when they are asked for

@@ -23,6 +23,7 @@ from perada.cli.deploy_check import (
     measure_step,
 )
 from perada.cli.deploy_status import format_rounds
+from perada.cli.deployed_jobs import describe_job, is_job, is_site_job, make_site_job, run_job
 from perada.cli.deployed_recipes import server_recipe, site_recipe
 from perada.cli.inference import print_saved
 from perada.cli.runs import USER_ERRORS
@@ -91,6 +92,8 @@ def check_deployment(parser: ArgumentParser, words: list[str]) -> None:
 
 def _describe_recipe(path: Path, site_file: SiteFile, ledger: Ledger) -> list[str]:
     """Return lines on what a recipe would do at a site whose runs have spent the budget in ``ledger``."""
+    if is_site_job(path, site_file):
+        return describe_job(path, site_file)
     client = make_client(path, site_file)
     cost = measure_step(client)
     digests = Approved(hashlib.sha256(client.recipe.text).hexdigest(), client.recipe.digest)
@@ -264,7 +267,10 @@ def run_local(recipe: str, site_paths: Sequence[Path], folder: Path, terms: Term
 
 
 def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms, monitoring: Monitoring) -> None:
-    """Run a recipe, specified as for `perada fit`, over a transport."""
+    """Run a recipe, specified as for `perada fit`, or a job without training, over a transport."""
+    if is_job(recipe):
+        print(run_job(recipe, transport, folder, terms), flush=True)
+        return
     counting = _counting_transport(transport, monitoring)
     coordinator = Coordinator(server_recipe(recipe, folder), counting or transport, folder, terms)
     progress = coordinator.progress
@@ -327,13 +333,17 @@ def make_worker(site_file: SiteFile) -> SiteWorker:
         ValueError: If a recipe is not approved, or cannot be used with the site's data.
     """
     clients = {}
+    jobs = {}
     for path, approved in site_file.recipes.items():
         if not all(approved):
             raise ValueError(
                 f"{str(path)!r} is not approved: the site's file lacks its sha256 and digest; `perada deploy check` "
                 "with the site's file prints both, and what the recipe would do"
             )
-        clients[approved.digest] = make_client(path, site_file)
+        if is_site_job(path, site_file):
+            jobs[approved.digest] = make_site_job(path, site_file)
+        else:
+            clients[approved.digest] = make_client(path, site_file)
     log = logging.getLogger(f"perada.site.{site_file.name}")
     store = SiteStore(site_file.state)
     try:
@@ -347,7 +357,7 @@ def make_worker(site_file: SiteFile) -> SiteWorker:
             )
         _save_splits(site_file, clients.values(), log)
         party = make_party(site_file)
-        worker = SiteWorker(store, clients, site_file.may_send, log, party, site_file.resume_allow)
+        worker = SiteWorker(store, clients, site_file.may_send, log, party, site_file.resume_allow, jobs)
     except (ValueError, OSError, ImportError):
         store.close()
         raise

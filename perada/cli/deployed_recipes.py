@@ -76,11 +76,11 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
             the site's data have a class that the recipe does not name, or no such client.
     """
     text = path.read_bytes()
-    _check_approved(path, text, site_file)
+    check_approved(path, text, site_file)
     content = _parse_recipe(text, str(path))
     _check_unapproved_classes(path, text, content, site_file)
     recipe_data = content.get("data") or {}
-    class_names = _class_names_of(recipe_data.get("dataset"))
+    class_names = class_names_of(recipe_data.get("dataset"))
     site_data = _site_data_options(site_file, recipe_data, class_names)
     own_options = {key: value for key, value in recipe_data.items() if key not in SHARED_DATA_OPTIONS}
     cli = _build_cli(content | {"data": own_options | site_data}, site_file.accelerator)
@@ -133,7 +133,7 @@ def _client_data(division: Division, site_file: SiteFile, class_names: tuple[str
     return data
 
 
-def _check_approved(path: Path, text: bytes, site_file: SiteFile) -> None:
+def check_approved(path: Path, text: bytes, site_file: SiteFile) -> None:
     """Check that a site has approved the content of a recipe's file.
 
     Raises:
@@ -187,11 +187,11 @@ def _site_data_options(
         # The site is a client of the recipe's own partition, which is drawn from these options.
         drawn = {key: recipe_data[key] for key in PARTITION_OPTIONS if key in recipe_data}
         return drawn | site_data
-    images = _site_images(site_file.name, site_data, recipe_data, class_names)
+    images = site_images(site_file.name, site_data, recipe_data, class_names)
     return {"dataset": images, "partition": SINGLE_CLIENT}
 
 
-def _site_images(
+def site_images(
     site_name: str, site_data: dict[str, Any], recipe_data: dict[str, Any], class_names: Sequence[str] | None
 ) -> dict[str, Any]:
     """Return a site's folder or table as an image set that reads and splits its files as the recipe's set does.
@@ -272,7 +272,7 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
     """
     text = recipe_text(name).encode()
     content = _parse_recipe(text, name)
-    class_names = _class_names_of((content.get("data") or {}).get("dataset"))
+    class_names = class_names_of((content.get("data") or {}).get("dataset"))
     cli = _build_cli(content, "auto")
     data_options = cli.config["data"]
     for option in ("public_fraction", "validation_fraction"):
@@ -361,12 +361,12 @@ def _split_class_entry(entry: object) -> tuple[str, dict[str, Any]]:
     return name, section.get("init_args") or {}
 
 
-def _class_names_of(dataset: object) -> tuple[str, ...] | None:
+def class_names_of(dataset: object) -> tuple[str, ...] | None:
     """Return the names of the classes of a recipe's data set; None if they are only known from its files."""
     name, options = _split_class_entry(dataset)
     if name == "Scanners":
         # Scanners are a view of another set, with the same classes.
-        return _class_names_of(options.get("dataset"))
+        return class_names_of(options.get("dataset"))
     names = options.get("classes")
     if not names:
         # Built-in sets have the same classes in every copy.

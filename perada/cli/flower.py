@@ -47,9 +47,12 @@ def recipe_digest(name: str) -> str:
     Raises:
         ValueError: If no site could train the recipe with the privacy that it sets.
     """
+    from perada.cli.deployed_jobs import is_job, job_recipe_digest
     from perada.cli.deployed_recipes import server_recipe
     from perada.lightning.privacy_setup import check_trained_norms
 
+    if is_job(name):
+        return job_recipe_digest(name)
     recipe = server_recipe(name)
     recipe.build(recipe.num_classes, recipe.task)
     if recipe.loop.privacy is not None:
@@ -262,6 +265,36 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
 
     with _json_logs_if_requested(monitoring):
         run_local(options.app, options.local, options.folder, terms, monitoring)
+
+
+def survey(parser: ArgumentParser, words: list[str]) -> None:
+    """Have sites count their images, add the counts up, and print where the sites do not fit together."""
+    parser.add_argument(
+        "app",
+        help="The folder `app` that `perada deploy init` wrote for the survey; with --local, the survey's recipe.",
+    )
+    _add_link(parser)
+    parser.add_argument("--local", nargs="+", type=Path, default=[], help="Files of sites that run in this process.")
+    parser.add_argument("--folder", type=Path, default=Path("surveys"), help="Folder for the page, with --local.")
+    parser.add_argument(
+        "--min-sites", type=int, default=3, help="Number of sites to wait for; at least that of the secure sum."
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=3600.0, metavar="SECONDS", help="Seconds to wait until sites have counted."
+    )
+    options = parser.parse_args(words)
+    terms = Terms(min_sites=options.min_sites, deadline=options.deadline)
+    if options.link:
+        link = Link(options.link, options.root_certificates)
+        sys.exit(run_app(Path(options.app), link, terms, Monitoring()))
+    if not options.local:
+        raise ValueError("the survey has no target; set --link, or sites on this machine (--local)")
+    from perada.cli.deploy import run_local
+    from perada.cli.deployed_jobs import is_job
+
+    if not is_job(options.app):
+        raise ValueError(f"{options.app!r} has no section survey; pass the recipe of a survey (docs/deploy.md)")
+    run_local(options.app, options.local, options.folder, terms, Monitoring())
 
 
 def runs(parser: ArgumentParser, words: list[str]) -> None:

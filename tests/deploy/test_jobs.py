@@ -22,7 +22,8 @@ from perada.deploy.transport import Failure, LocalTransport, Terms
 from perada.server.sums import SecureSums
 
 VECTORS = {"site0": [5, 0, 7], "site1": [1, 2, 3], "site2": [10, 20, 2**40], "site3": [0, 0, 1]}
-JOB = Job("survey", job_digest(b"a job"), SecureSums(), 3)
+JOBS = [Job("survey", job_digest(f"job {number}".encode()), SecureSums(), 3) for number in range(30)]
+JOB = JOBS[0]
 
 
 class FixedJob(SiteJob):
@@ -31,8 +32,8 @@ class FixedJob(SiteJob):
     permission = "survey"
     limit_name = "max_surveys"
 
-    def __init__(self, vector, noise=0.0, **limits):
-        super().__init__(JOB, Limits(**limits))
+    def __init__(self, job, vector, noise=0.0, **limits):
+        super().__init__(job, Limits(**limits))
         self.vector = vector
         self.noise_multiplier = noise
         self.times = 0
@@ -51,18 +52,20 @@ class Sites:
     def __init__(self, folder, may_send=(), **options):
         self.keys = {name: Ed25519PrivateKey.generate() for name in VECTORS}
         public = {name: key.public_key() for name, key in self.keys.items()}
-        self.jobs = {name: FixedJob(vector, **options) for name, vector in VECTORS.items()}
+        self.jobs = {}
+        for name, vector in VECTORS.items():
+            self.jobs[name] = {job.digest: FixedJob(job, vector, **options) for job in JOBS}
         self.workers = {}
         for name, key in self.keys.items():
             allowed = may_send if name == "site0" else ()
             party = Party(name, key, public)
             log = logging.getLogger(f"perada.site.{name}")
-            jobs = {JOB.digest: self.jobs[name]}
-            self.workers[name] = SiteWorker(SiteStore(folder / name), {}, allowed, log, party, jobs=jobs)
+            store = SiteStore(folder / name)
+            self.workers[name] = SiteWorker(store, {}, allowed, log, party, jobs=self.jobs[name])
 
-    def run(self, transport=None, **terms):
+    def run(self, transport=None, job=JOB, **terms):
         transport = transport or LocalTransport(self.workers)
-        return JobRun(JOB, transport, Terms(**{"min_sites": 3, "deadline": 30.0} | terms)).make_sum()
+        return JobRun(job, transport, Terms(**{"min_sites": 3, "deadline": 30.0} | terms)).make_sum()
 
 
 def expected(*names):
@@ -124,11 +127,19 @@ def test_unapproved_jobs_are_not_answered(tmp_path):
 
 def test_a_site_answers_a_limited_number_of_surveys(tmp_path):
     sites = Sites(tmp_path, max_surveys=2)
-    sites.run()
-    sites.run()
+    sites.run(job=JOBS[0])
+    sites.run(job=JOBS[1])
     with pytest.raises(TimeoutError, match=r"0 of at least 3 sites .*exhausted"):
+        sites.run(job=JOBS[2], deadline=0.5)
+    assert {jobs[JOBS[2].digest].times for jobs in sites.jobs.values()} == {0}
+
+
+def test_a_recipe_is_answered_in_one_sum_since_two_would_differ_by_the_row_of_a_site(tmp_path):
+    sites = Sites(tmp_path)
+    without = Deaf(sites.workers, "site1", "count")
+    sites.run(without)
+    with pytest.raises(TimeoutError, match=r"1 of at least 3 sites .*site0 \(exhausted\)"):
         sites.run(deadline=0.5)
-    assert {job.times for job in sites.jobs.values()} == {2}
 
 
 def test_a_sum_that_failed_before_the_masks_costs_no_survey(tmp_path):
@@ -172,11 +183,11 @@ def test_a_vector_is_made_once_in_a_run_and_never_masked_twice(tmp_path):
     store = SiteStore(worker.store.folder)
     public = {name: key.public_key() for name, key in sites.keys.items()}
     party = Party("site1", sites.keys["site1"], public)
-    again = SiteWorker(store, {}, party=party, jobs={JOB.digest: sites.jobs["site1"]})
+    again = SiteWorker(store, {}, party=party, jobs=sites.jobs["site1"])
     reply = read_header(again.answer(request("count", result.run), "again"))
     assert (reply["code"], reply["sums"]) == ("ok", {})
     assert code(again.answer(request("keys", result.run, attempt=1), "again")) == "other"
-    assert sites.jobs["site1"].times == 1
+    assert sites.jobs["site1"][JOB.digest].times == 1
 
 
 def test_requests_out_of_place_are_rejected(tmp_path):
@@ -200,9 +211,9 @@ def test_what_is_spent_is_in_the_ledgers(tmp_path):
     sites = Sites(tmp_path / "noisy", noise=8.0, max_epsilon=2.0, max_surveys=100)
     sites.run()
     assert sites.workers["site0"].store.totals.ledger.history(IMAGES_LEDGER) == {(8.0, 1.0): 1}
-    for _ in range(20):
+    for job in JOBS[1:]:
         try:
-            sites.run(deadline=0.5)
+            sites.run(job=job, deadline=0.5)
         except TimeoutError as error:
             assert "exhausted" in str(error)
             break

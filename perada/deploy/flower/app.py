@@ -73,7 +73,8 @@ def write_app(folder: Path, name: str, recipe_text: str, digest: str, host: str)
     """
     check_app_target(folder, name)
     recipe = parse_yaml(recipe_text, "the recipe")
-    uses_secure_sums = recipe.get("secure_sums") is not None
+    # A survey always is a secure sum.
+    uses_secure_sums = recipe.get("secure_sums") is not None or "survey" in recipe
     layout_line = 'layout: "{class}/*"              # "{class}/{group}_*" keeps all images of a patient on one side'
     if _uses_class(recipe, "ImageMasks"):
         layout_line = "# root has the folders images and masks, with the same names in both"

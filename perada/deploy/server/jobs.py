@@ -55,20 +55,16 @@ class JobRun:
 
     Attributes:
         run: Id of the run.
+        min_sites: Smallest number of sites: that of the terms, but at least that of the secure sum.
 
     Raises:
-        ValueError: If the terms ask for fewer sites than the secure sum.
         ModuleNotFoundError: If the libraries of secure sums are missing.
     """
 
     def __init__(self, job: Job, transport: Transport, terms: Terms) -> None:
         check_cryptography()
-        if terms.min_sites < job.options.min_sites:
-            raise ValueError(
-                f"min_sites={terms.min_sites} must be at least {job.options.min_sites}, the min_sites of the recipe's "
-                "secure_sums; raise it"
-            )
         self.job = job
+        self.min_sites = max(terms.min_sites, job.options.min_sites)
         self.transport = transport
         self.terms = terms
         self.run = secrets.token_hex(16)
@@ -122,18 +118,18 @@ class JobRun:
         while True:
             connected = self.transport.names()
             pending = [name for name in connected if name not in counted and self._may_answer(name)]
-            if not pending and len(counted) >= self.terms.min_sites:
+            if not pending and len(counted) >= self.min_sites:
                 return counted
             counted |= self._ask_once(dict.fromkeys(pending, message), {}, end)
             if time.monotonic() >= end:
                 break
-            if any(name not in counted for name in pending) or len(counted) < self.terms.min_sites:
+            if any(name not in counted for name in pending) or len(counted) < self.min_sites:
                 time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
-        if len(counted) >= self.terms.min_sites:
+        if len(counted) >= self.min_sites:
             return counted
         names = ", ".join(f"{name} ({code})" for name, code in self._failed.items() if name not in counted)
         raise TimeoutError(
-            f"{self.job.kind}: {len(counted)} of at least {self.terms.min_sites} sites answered within the deadline of "
+            f"{self.job.kind}: {len(counted)} of at least {self.min_sites} sites answered within the deadline of "
             f"{self.terms.deadline:g} s; missing: {names or 'no other site has connected'}. Start it again when they "
             "are back and have approved the recipe"
         )

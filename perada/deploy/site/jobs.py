@@ -142,11 +142,18 @@ class JobHandler:
     def _check_limits(self, site_job: SiteJob, request: Request) -> None:
         """Raise a RejectionError if the site may not begin another job.
 
-        Two jobs on images that differ by one patient have results that differ by this patient, which is why their
-        number is limited.
+        The sums of two jobs over different sites differ by the vectors of single sites, and those of one job before
+        and after a patient was added differ by this patient. So a recipe is answered in one sum only, and the number of
+        recipes is limited.
         """
         limits = site_job.limits
         kind = site_job.job.kind
+        for run, record in self.store.totals.jobs.items():
+            if record.is_masked and record.recipe == request.recipe:
+                raise RejectionError(
+                    f"this recipe was answered in run {run}; to repeat the {kind}, approve a recipe with another name",
+                    "exhausted",
+                )
         num_left = sum(record.kind == kind and record.has_left for record in self.store.totals.jobs.values())
         if num_left >= site_job.max_jobs:
             raise RejectionError(
@@ -252,7 +259,8 @@ class JobHandler:
         num_sites = int(Request.read(request_and_total.header).clients)
         total = request_and_total.tensors[TOTAL_NAME].numpy().view(np.int64)
         for line in site_job.compare(record.vector, total, num_sites):
-            self.log.warning("%s: %s", site_job.job.kind, printable(line))
+            name = self.party.name if self.party is not None else "this site"
+            self.log.warning("%s: %s: %s", site_job.job.kind, name, printable(line))
         return pack(Response("ok", message_digest))
 
 

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about one image of a survey, each the name of a count in a block of the layout."""
+
+import hashlib
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from perada.data.batches.transforms import MissingImageError, load_pixels
+from perada.data.medical.dicom import open_frame, stored_values
+from perada.data.medical.headers import MONOCHROME, open_source, read_dataset, text
+from perada.data.medical.nifti import read_volume, slice_size
+from perada.data.medical.reading import medical_kind, split_number
+from perada.data.sets.manifest import ImageFiles
+from perada.data.sets.masks import mask_pixels
+from perada.survey.images import SurveyedImage
+from perada.survey.layout import GREYS, NONE, OTHER, REASONS, Layout
+
+BITS_OF_MODES = {"1": 1, "I;16": 16, "I;16B": 16, "I;16L": 16, "I": 32}
+"""Bits of Pillow's modes that have not 8."""
+_DARK, _BRIGHT = 1, 99
+"""Percentiles that stand for the darkest and the brightest grey of an image."""
+_WORDS_OF_REASONS = {
+    "encrypted": ("encrypted",),
+    "no pixel data": ("no pixel data", "no image", "dicomdir"),
+    "damaged or truncated": ("truncated", "damaged", "broken", "declares", "incomplete", "corrupt"),
+    "values out of range": ("values", "scale", "nan"),
+    "no image": ("identify", "not an image", "no dicom", "not a mask", "format"),
+}
+"""Words in messages of errors that tell why a file cannot be read, in the order in which they are tried."""
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What is counted of an image.
+
+    Attributes:
+        names: Name of the image's count in each block that has one.
+        problem: Why the image or its mask cannot be read, one of :data:`.REASONS`; empty if it can.
+        digest: Hash of its pixels as training reads them.
+        is_blank: Whether it has a single grey level.
+        mask_values: Values that occur in its mask; None without a mask.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+    digest: bytes = b""
+    is_blank: bool = False
+    mask_values: frozenset[int] | None = None
+
+
+def read_facts(image: SurveyedImage, layout: Layout) -> ImageFacts:
+    """Read an image, and its mask if it has one."""
+    try:
+        prepared = image.prepare().numpy()
+        is_file = bool(image.path) and isinstance(image.image_set, ImageFiles)
+        names = _stored_facts(image, layout) if is_file else _facts_of_pixels(prepared, layout)
+        mask_values = None if image.mask is None else _values_of_mask(image)
+    except (OSError, ValueError) as error:
+        return ImageFacts(problem=reason_of(error))
+    grey_bins = layout.options.grey_bins
+    mean = _bin_of(float(prepared.mean()) / 255, grey_bins)
+    names |= {GREYS[-1]: layout.blocks[GREYS[-1]][mean]}
+    return ImageFacts(
+        names=names,
+        digest=hashlib.sha256(f"{prepared.shape} ".encode() + np.ascontiguousarray(prepared).tobytes()).digest(),
+        is_blank=bool(prepared.min() == prepared.max()),
+        mask_values=mask_values,
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """Return which of :data:`.REASONS` an error is, by its type and the words of its message.
+
+    >>> reason_of(ValueError("scan.png is not a readable image (image file is truncated)"))
+    'damaged or truncated'
+    """
+    if isinstance(error, MissingImageError | FileNotFoundError):
+        return REASONS[0]
+    # The message begins with the file's name, which may have any words.
+    reason = str(error).rpartition(" (")[2].lower() or str(error).lower()
+    for name, words in _WORDS_OF_REASONS.items():
+        if any(word in reason for word in words):
+            return name
+    return OTHER
+
+
+def _stored_facts(image: SurveyedImage, layout: Layout) -> dict[str, str]:
+    """Return the facts of an image's file as it is stored."""
+    assert isinstance(image.image_set, ImageFiles)
+    source = split_number(image.path)
+    kind = medical_kind(source.file)
+    if kind == "DICOM":
+        return _facts_of_dicom(source.file, source.number, layout)
+    if kind == "NIfTI":
+        volume = read_volume(source.file)
+        width, height = slice_size(volume.shape, image.image_set.medical.axis)
+        facts = _sizes(width, height, layout)
+        # The range of a volume's values is not fixed by its type, so its greys are counted after preprocessing only.
+        return facts | {"bits": _name_of_bits(volume.values.dtype), "modality": OTHER, "manufacturer": NONE}
+    with Image.open(io.BytesIO(image.image_set.content(image.path))) as picture:
+        load_pixels(picture)
+        return _facts_of_picture(picture, image.image_set, layout)
+
+
+def _facts_of_dicom(path: str, number: int | None, layout: Layout) -> dict[str, str]:
+    """Return the facts of a frame of a DICOM file."""
+    with open_source(path) as file:
+        frame = open_frame(read_dataset(file, with_pixels=True), number)
+    stored_as = frame.format
+    modality = text(frame.dataset, "Modality") or NONE
+    colours = stored_as.photometric
+    if colours not in MONOCHROME:
+        colours = "palette" if colours == "PALETTE COLOR" else "colour"
+    values = stored_values(frame).astype(np.float64)
+    lowest = -(2.0 ** (stored_as.bits_stored - 1)) if stored_as.is_signed else 0.0
+    greys = (values - lowest) / (2.0**stored_as.bits_stored - 1)
+    return {
+        **_sizes(stored_as.columns, stored_as.rows, layout),
+        **_greys(greys, layout),
+        "bits": _name_of_bits(stored_as.bits_stored),
+        "colours": colours,
+        "modality": modality if modality in layout.blocks["modality"] else OTHER,
+        "manufacturer": _name_of_manufacturer(text(frame.dataset, "Manufacturer"), layout),
+    }
+
+
+def _facts_of_picture(picture: Image.Image, image_set: ImageFiles, layout: Layout) -> dict[str, str]:
+    """Return the facts of a loaded picture that is no medical image."""
+    values = np.asarray(picture.convert("RGB") if picture.mode not in (*BITS_OF_MODES, "L", "F") else picture)
+    bits = BITS_OF_MODES.get(picture.mode, 8)
+    white = float(2 ** min(bits, 16) - 1)
+    if picture.mode == "F":
+        white = 1.0
+    if image_set.full_scale and bits > 8:
+        white = float(image_set.full_scale)
+    colours = "grey" if values.ndim == 2 else "colour"
+    if picture.mode in ("P", "PA"):
+        colours = "palette"
+    elif picture.has_transparency_data:
+        colours = "transparent"
+    return {
+        **_sizes(*picture.size, layout),
+        **_greys(values / white, layout),
+        "bits": "floating point" if picture.mode == "F" else _name_of_bits(bits),
+        "colours": colours,
+        "modality": NONE,
+        "manufacturer": NONE,
+    }
+
+
+def _facts_of_pixels(pixels: NDArray[np.uint8], layout: Layout) -> dict[str, str]:
+    """Return the facts of an image (Ch, H, W) that is no file."""
+    channels, height, width = pixels.shape
+    return {
+        **_sizes(width, height, layout),
+        **_greys(pixels / 255, layout),
+        "bits": "8",
+        "colours": "grey" if channels == 1 else "colour",
+        "modality": NONE,
+        "manufacturer": NONE,
+    }
+
+
+def _sizes(width: int, height: int, layout: Layout) -> dict[str, str]:
+    """Return the bins of a width and a height."""
+    facts = {}
+    for block, size in (("width", width), ("height", height)):
+        place = int(np.searchsorted(layout.options.sizes, size, side="right"))
+        facts[block] = layout.blocks[block][place]
+    return facts
+
+
+def _greys(shares: NDArray[np.float64], layout: Layout) -> dict[str, str]:
+    """Return the bins of the darkest, the median and the brightest grey, given as shares of the range."""
+    percentiles = np.percentile(shares, [_DARK, 50, _BRIGHT])
+    facts = {}
+    for block, share in zip(GREYS, percentiles, strict=False):
+        facts[block] = layout.blocks[block][_bin_of(float(share), layout.options.grey_bins)]
+    return facts
+
+
+def _bin_of(share: float, num_bins: int) -> int:
+    """Return the number of the bin of a share; those outside 0 to 1 are in the first and the last one."""
+    if not share > 0:  # NaN, too
+        return 0
+    return min(num_bins - 1, int(min(share, 1.0) * num_bins))
+
+
+def _name_of_bits(bits: int | np.dtype[Any]) -> str:
+    """Return the name of the count of a number of bits, or of a type of numbers."""
+    if isinstance(bits, np.dtype):
+        if bits.kind == "f":
+            return "floating point"
+        bits = 8 * bits.itemsize
+    for name, limits in {"1": (1, 1), "8": (2, 8), "9 to 11": (9, 11), "12": (12, 12), "13 to 15": (13, 15)}.items():
+        if limits[0] <= bits <= limits[1]:
+            return name
+    return "16" if bits == 16 else "more than 16"
+
+
+def _name_of_manufacturer(manufacturer: str, layout: Layout) -> str:
+    """Return the first listed name that is a word, or the beginning of one, in that of a manufacturer."""
+    if not manufacturer:
+        return NONE
+    words = f" {manufacturer.lower()}"
+    for name in layout.options.manufacturers:
+        if re.search(rf"\b{re.escape(name.lower())}\b" if len(name) < 4 else re.escape(name.lower()), words):
+            return name
+    return OTHER
+
+
+def _values_of_mask(image: SurveyedImage) -> frozenset[int]:
+    """Return the values in the mask of an image, as they are stored.
+
+    Raises:
+        ValueError: If the mask cannot be read.
+        OSError: Likewise.
+    """
+    assert image.mask is not None
+    source = split_number(image.mask)
+    if medical_kind(source.file) is None:
+        with Image.open(source.file) as opened:
+            return frozenset(np.unique(mask_pixels(opened, image.mask)).tolist())
+    assert isinstance(image.image_set, ImageFiles)
+    mask = image.image_set.read_mask(image.mask, image.path)
+    return frozenset(mask.unique().tolist())
