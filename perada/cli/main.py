@@ -48,7 +48,10 @@ CLIENTS: Tree = {
     "add": ("cli.inference:add_client", "Train a model for a new client; the models of the others are unchanged."),
     "remove": ("cli.inference:remove_client", "Remove a client's model; prints what the removal does not undo."),
 }
-DATA: Tree = {"inspect": ("cli.data:inspect", "Print how images are interpreted, and what is wrong with them.")}
+DATA: Tree = {
+    "inspect": ("cli.data:inspect", "Print how images are interpreted, and what is wrong with them."),
+    "survey": ("cli.survey:survey", "Count the images of each client, and say where clients do not fit together."),
+}
 KEYS: Tree = {
     "server": ("cli.flower:keys_server", "Write the server's certificate, and the one with which sites verify it."),
     "site": ("cli.flower:keys_site", "Write a site's keys: one for the server, one for other sites."),

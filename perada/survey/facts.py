@@ -5,6 +5,7 @@ import hashlib
 import io
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,21 +14,24 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from perada.data.batches.transforms import MissingImageError, load_pixels
-from perada.data.medical.dicom import open_frame, stored_values
-from perada.data.medical.headers import MONOCHROME, open_source, read_dataset, text
+from perada.data.medical.dicom import DicomFrame, open_frame, stored_values, windows_in_file
+from perada.data.medical.errors import MedicalImageError
+from perada.data.medical.headers import MONOCHROME, numbers, open_source, read_dataset, text
 from perada.data.medical.nifti import read_volume, slice_size
 from perada.data.medical.reading import medical_kind, split_number
 from perada.data.sets.manifest import ImageFiles
 from perada.data.sets.masks import mask_pixels
 from perada.survey.images import SurveyedImage
-from perada.survey.layout import GREYS, NONE, OTHER, REASONS, Layout
+from perada.survey.layout import GREYS, NONE, OTHER, REASONS, SPACINGS, WINDOWS, Layout
 
+_NOT_MEDICAL = dict.fromkeys(("modality", "manufacturer", "spacing in mm", "window"), NONE)
+"""Facts of images that have no header of a scanner."""
 BITS_OF_MODES = {"1": 1, "I;16": 16, "I;16B": 16, "I;16L": 16, "I": 32}
 """Bits of Pillow's modes that have not 8."""
 _DARK, _BRIGHT = 1, 99
 """Percentiles that stand for the darkest and the brightest grey of an image."""
 _WORDS_OF_REASONS = {
-    "encrypted": ("encrypted",),
+    "encrypted or another format": ("encrypted",),
     "no pixel data": ("no pixel data", "no image", "dicomdir"),
     "damaged or truncated": ("truncated", "damaged", "broken", "declares", "incomplete", "corrupt"),
     "values out of range": ("values", "scale", "nan"),
@@ -103,7 +107,13 @@ def _stored_facts(image: SurveyedImage, layout: Layout) -> dict[str, str]:
         width, height = slice_size(volume.shape, image.image_set.medical.axis)
         facts = _sizes(width, height, layout)
         # The range of a volume's values is not fixed by its type, so its greys are counted after preprocessing only.
-        return facts | {"bits": _name_of_bits(volume.values.dtype), "modality": OTHER, "manufacturer": NONE}
+        return facts | {
+            "bits": _name_of_bits(volume.values.dtype),
+            "modality": OTHER,
+            "manufacturer": NONE,
+            "spacing in mm": _name_of_spacing(min(volume.spacing)),
+            "window": WINDOWS[volume.limits is None],
+        }
     with Image.open(io.BytesIO(image.image_set.content(image.path))) as picture:
         load_pixels(picture)
         return _facts_of_picture(picture, image.image_set, layout)
@@ -128,6 +138,8 @@ def _facts_of_dicom(path: str, number: int | None, layout: Layout) -> dict[str, 
         "colours": colours,
         "modality": modality if modality in layout.blocks["modality"] else OTHER,
         "manufacturer": _name_of_manufacturer(text(frame.dataset, "Manufacturer"), layout),
+        "spacing in mm": _spacing_of_frame(frame),
+        "window": _window_of_frame(frame),
     }
 
 
@@ -150,8 +162,7 @@ def _facts_of_picture(picture: Image.Image, image_set: ImageFiles, layout: Layou
         **_greys(values / white, layout),
         "bits": "floating point" if picture.mode == "F" else _name_of_bits(bits),
         "colours": colours,
-        "modality": NONE,
-        "manufacturer": NONE,
+        **_NOT_MEDICAL,
     }
 
 
@@ -163,8 +174,7 @@ def _facts_of_pixels(pixels: NDArray[np.uint8], layout: Layout) -> dict[str, str
         **_greys(pixels / 255, layout),
         "bits": "8",
         "colours": "grey" if channels == 1 else "colour",
-        "modality": NONE,
-        "manufacturer": NONE,
+        **_NOT_MEDICAL,
     }
 
 
@@ -203,6 +213,27 @@ def _name_of_bits(bits: int | np.dtype[Any]) -> str:
         if limits[0] <= bits <= limits[1]:
             return name
     return "16" if bits == 16 else "more than 16"
+
+
+def _spacing_of_frame(frame: DicomFrame) -> str:
+    """Return the bin of the distance between the rows of a frame; none if its header has no valid one."""
+    spacing: list[float] = []
+    with suppress(MedicalImageError):
+        spacing = numbers(frame.of_frame("PixelMeasuresSequence", "PixelSpacing"), "PixelSpacing")
+        spacing = spacing or numbers(frame.dataset, "ImagerPixelSpacing")
+    return _name_of_spacing(spacing[0]) if spacing else NONE
+
+
+def _window_of_frame(frame: DicomFrame) -> str:
+    """Return whether the header of a frame has a valid window, one of :data:`.WINDOWS`."""
+    with suppress(MedicalImageError):
+        return WINDOWS[not windows_in_file(frame)]
+    return NONE
+
+
+def _name_of_spacing(millimetres: float) -> str:
+    """Return the bin of a distance."""
+    return SPACINGS[1 + int(np.searchsorted([0.1, 0.25, 0.5, 1.0], millimetres, side="right"))]
 
 
 def _name_of_manufacturer(manufacturer: str, layout: Layout) -> str:

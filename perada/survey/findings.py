@@ -8,7 +8,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from perada.core.text import abbreviated
+from perada.core.text import abbreviated, quoted
 from perada.survey.layout import (
     GREYS,
     MASK_KINDS,
@@ -23,6 +23,8 @@ from perada.survey.layout import (
 
 Shares = NDArray[np.float64]
 
+PROPERTIES = ("bits", "colours", "modality", "manufacturer", "spacing in mm", "window")
+"""Blocks of which sites should have the same values."""
 FAR = 0.5
 """Share of the images in other bins than those of the others, from which distributions differ."""
 RARE = 0.05
@@ -37,6 +39,8 @@ REMEDIES = {
     "colours": "save all images as grey, or all as colours, or set gray; MONOCHROME1 is inverted when it is read",
     "modality": "leave other modalities out, or agree that the model is for all of them",
     "manufacturer": "expect other contrasts and sizes; personal adapters are for such differences",
+    "spacing in mm": "structures have other sizes in pixels; crop or resample to the same spacing",
+    "window": "set window to numbers or a preset, the same at all sites",
     "width": "check that images are not cropped, scaled down or mosaics; all are resized to squares of one size",
     "height": "check that images are not cropped, scaled down or mosaics; all are resized to squares of one size",
 }
@@ -102,7 +106,7 @@ def describe_total(total: Tally) -> list[str]:
     """Return where the sites of a sum do not fit together, and what to change; empty if they do."""
     findings = _own_faults(total)
     findings += _classes_of_some(total)
-    for block in ("bits", "colours", "modality", "manufacturer"):
+    for block in PROPERTIES:
         findings += _values_of_some(total, block, REMEDIES[block])
     if total.layout.has_masks:
         kind = MASK_KINDS[1]
@@ -154,17 +158,23 @@ def _own_faults(tally: Tally) -> list[str]:
 
 def _classes(own: Tally, others: Tally) -> list[str]:
     """Return which classes only the site, or only others have, and whether their shares are far apart."""
-    findings = []
+    missing = []
+    alone = []
     for name in own.layout.classes:
-        has_own = own.cell("labels", name).num_sites
-        has_other = others.cell("labels", name).num_sites
-        if has_other and not has_own:
-            findings.append(
-                f"no image of the class {name!r}, which other sites have; check its spelling, or expect that the "
-                "site's own model does not know it"
-            )
-        elif has_own and not has_other:
-            findings.append(f"only this site has images of the class {name!r}; check its spelling at the others")
+        is_here = own.cell("labels", name).num_sites > 0
+        is_elsewhere = others.cell("labels", name).num_sites > 0
+        if is_elsewhere and not is_here:
+            missing.append(name)
+        if is_here and not is_elsewhere:
+            alone.append(name)
+    findings = []
+    if missing:
+        findings.append(
+            f"no images of {quoted(missing)}, which other sites have; check the spelling, or expect that the site's "
+            "own model does not know them"
+        )
+    if alone:
+        findings.append(f"only this site has images of {quoted(alone)}; check the spelling at the others")
     difference = _difference_of_classes(own, others)
     if difference > FAR and not findings:
         findings.append(
@@ -188,16 +198,19 @@ def _difference_of_classes(own: Tally, others: Tally) -> float:
 
 def _classes_of_some(total: Tally) -> list[str]:
     """Return the classes that not all sites have."""
+    cells = {name: total.cell("labels", name) for name in total.layout.classes}
+    nowhere = [name for name, cell in cells.items() if not cell.num_sites]
     findings = []
-    for name in total.layout.classes:
-        cell = total.cell("labels", name)
-        if not cell.num_sites:
-            findings.append(f"no site has images of the class {name!r}; check its spelling in the recipe")
-        elif not total.is_noisy and cell.num_sites < total.num_sites:
-            findings.append(
-                f"images of the class {name!r} only {_where(cell, total)}; check its spelling at the others, whose own "
-                "models do not know it"
-            )
+    if nowhere:
+        findings.append(f"no site has images of {quoted(nowhere)}; check the spelling in the recipe")
+    at_some = []
+    for name, cell in cells.items():
+        if not total.is_noisy and 0 < cell.num_sites < total.num_sites:
+            at_some.append(f"{name!r} only {_where(cell, total)}")
+    if at_some:
+        findings.append(
+            f"images of {', '.join(at_some)}; check the spelling at the others, whose own models do not know them"
+        )
     return findings
 
 
@@ -219,7 +232,7 @@ def _masks(own: Tally, others: Tally) -> list[str]:
 def _values(own: Tally, others: Tally) -> list[str]:
     """Return the values of properties that the site has and the others lack."""
     findings = []
-    for block in ("bits", "colours", "modality", "manufacturer"):
+    for block in PROPERTIES:
         own_shares = _shares_by_name(own, block)
         other_shares = _shares_by_name(others, block)
         unusual = []

@@ -20,10 +20,16 @@ OTHER = "other"
 NONE = "none"
 MASK_KINDS = ("numbers of the classes", "only 0 and 255", "other values", "background only")
 """What the values of an image's mask are."""
-REASONS = ("missing", "damaged or truncated", "no image", "encrypted", "no pixel data", "values out of range", OTHER)
+REASONS = (
+    *("missing", "damaged or truncated", "no image", "encrypted or another format", "no pixel data"),
+    *("values out of range", OTHER),
+)
 """Why an image or its mask cannot be read."""
 BITS = ("1", "8", "9 to 11", "12", "13 to 15", "16", "more than 16", "floating point")
 COLOURS = ("grey", "colour", "palette", "transparent", "MONOCHROME1", "MONOCHROME2")
+SPACINGS = (NONE, "below 0.1", "0.1 to 0.25", "0.25 to 0.5", "0.5 to 1", "1 or more")
+"""Bins of the distance between rows, in mm; none if the file has none."""
+WINDOWS = ("in the file", NONE)
 PROBLEMS = ("same pixels as another image", "same pixels with another label", "one grey level only")
 PER_PATIENT = ("1", "2 to 4", "5 to 19", "20 or more")
 GREYS = ("darkest grey", "median grey", "brightest grey", "mean after preprocessing")
@@ -71,6 +77,8 @@ class Layout:
             "colours": COLOURS,
             "modality": (*options.modalities, OTHER, NONE),
             "manufacturer": (*options.manufacturers, OTHER, NONE),
+            "spacing in mm": SPACINGS,
+            "window": WINDOWS,
         }
         blocks |= dict.fromkeys(GREYS, greys)
         blocks["problems"] = PROBLEMS
