@@ -30,7 +30,7 @@ def explain_image_epsilon(ledger: Ledger) -> str:
     if not rounds:
         return ""
     trained = "1 round was" if rounds == 1 else f"{rounds} rounds were"
-    return f"{trained} trained here without privacy, so the ε of the site's images is infinite"
+    return f"{trained} trained or surveyed here without privacy, so the ε of the site's images is infinite"
 
 
 def explain_site_epsilon(ledger: Ledger) -> str:
@@ -40,7 +40,7 @@ def explain_site_epsilon(ledger: Ledger) -> str:
         return ""
     times = "once" if count == 1 else f"{count} times"
     return (
-        f"the site has trained or scored {times} with recipes without client_privacy and secure_sums, so it sent data "
+        f"the site has trained, scored or counted {times} with recipes without client_privacy and secure_sums, so it sent data "
         "without adding noise, and the ε of the entire site is infinite"
     )
 

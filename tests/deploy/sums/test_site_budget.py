@@ -54,7 +54,7 @@ def test_a_limit_of_the_site_is_not_kept_after_a_run_without_noise_of_its_own(ki
     caplog.set_level(logging.WARNING, "perada.site")
     site = noisy(tiny, tmp_path, sizes=FOUR).worker(0, max_site_epsilon=8.0)
     assert site.store.folder == folder
-    reason = "the site has trained or scored once with recipes without client_privacy and secure_sums"
+    reason = "the site has trained, scored or counted once with recipes without client_privacy and secure_sums"
     assert reason in caplog.text  # at the start, before anything is trained
     caplog.clear()
     assert ask(site) == "exhausted"
@@ -85,7 +85,7 @@ def test_a_site_without_a_limit_goes_on_and_every_report_says_infinity(kind, tin
         worker.store.close()
     shown = site_status(SimpleNamespace(name="site0", state=folder, limits=Limits()))
     assert "The entire site, all runs together: ε ∞ (the limit is that of one complete run)" in shown
-    assert "the site has trained or scored once with recipes without client_privacy and secure_sums" in shown
+    assert "the site has trained, scored or counted once with recipes without client_privacy and secure_sums" in shown
     other = site_status(SimpleNamespace(name="site1", state=deployment.folder / "site1", limits=Limits()))
     assert f"all runs together: ε {by_opacus(2, delta=1e-5):.2f}" in other and "scored" not in other
 
@@ -115,7 +115,7 @@ def test_a_budget_that_was_lost_after_the_training_lets_no_vector_out(tiny, tmp_
     (record,) = deployment.coordinator(Troubled(workers, other_run_first), min_sites=3).run().records
     assert record.summed == deployment.names[1:]
     assert spent_by_site(workers)["site0"] == {0.0: 1}
-    assert "max_site_epsilon=8 cannot be met: the site has trained or scored once" in caplog.text
+    assert "max_site_epsilon=8 cannot be met: the site has trained, scored or counted once" in caplog.text
 
 
 def test_scores_that_leave_without_noise_count_and_those_that_stay_do_not(tiny, tmp_path):
@@ -136,7 +136,7 @@ def test_a_limit_of_images_names_the_rounds_that_had_no_privacy(tiny, tmp_path, 
     caplog.set_level(logging.WARNING, "perada.site")
     site = Parties(tiny, tmp_path, **private).worker(0, max_epsilon=8.0)
     assert ask(site) == "exhausted"
-    reason = "1 round was trained here without privacy, so the ε of the site's images is infinite"
+    reason = "1 round was trained or surveyed here without privacy, so the ε of the site's images is infinite"
     assert f"max_epsilon=8 cannot be met: {reason}" in caplog.text
     client = only_client(site)
     assert site.store.totals.ledger.history(IMAGES_LEDGER) == {(0.0, 1.0): 1}
