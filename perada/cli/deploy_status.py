@@ -35,8 +35,11 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
 def site_status(site: SiteFile) -> str:
     """Format what a site has trained in each run, and spent in total."""
     states, totals = read_runs(site.state, with_tensors=False)
+    surveys = sum(record.kind == "survey" and record.has_left for record in totals.jobs.values())
+    answered = f"Surveys answered: {surveys} of at most {site.limits.max_surveys} (limits: max_surveys)."
     if not states:
-        return f"Site {site.name} has trained nothing yet."
+        nothing = f"Site {site.name} has trained nothing yet."
+        return f"{nothing}\n\n{answered}" if surveys else nothing
     paragraphs = [f"Site {site.name}, the current run first:", _runs_table(states)]
     paragraphs += _format_own_scores(states)
 
@@ -56,8 +59,11 @@ def site_status(site: SiteFile) -> str:
         title = "Single images, all runs together" if shows_site else "All runs together"
         spent = _format_spent(ledger, IMAGES_LEDGER, limits, limits.max_epsilon)
         num_without_noise = steps_without_noise(image_steps)
-        without_noise = f"; {num_without_noise} rounds had no privacy" if num_without_noise else ""
+        noun = "rounds or surveys" if surveys else "rounds"
+        without_noise = f"; {num_without_noise} {noun} had no privacy" if num_without_noise else ""
         paragraphs.append(f"{title}: {spent}{without_noise}.")
+    if surveys:
+        paragraphs.append(answered)
     return "\n\n".join(paragraphs)
 
 

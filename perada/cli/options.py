@@ -33,9 +33,9 @@ SWEEP_COMMANDS = ("compare", "choose")
 """Commands that take the options of recipes beside their own, for all of their runs."""
 COMMANDS_IN_RECIPES = (*RECIPE_COMMANDS, "compare")
 """Commands that may have a section in a recipe, with options for them only."""
-UNCHECKED_COMMANDS = ("data inspect", "clients add", "check", "completion")
-"""Commands whose options are not checked here: they depend on the images that are named; ``check`` lists all mistakes
-at once; ``completion`` gets incomplete lines."""
+UNCHECKED_COMMANDS = ("data inspect", "data survey", "clients add", "check", "completion")
+"""Commands whose options are not checked here: they depend on the images that are named, or are those of a recipe,
+which its own parser checks; ``check`` lists all mistakes at once; ``completion`` gets incomplete lines."""
 
 
 class CommandFacts(TypedDict):

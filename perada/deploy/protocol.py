@@ -205,7 +205,9 @@ class Request(Header):
     @property
     def job(self) -> JobKind | None:
         """The job without training that the request is about; None if it is about a training run."""
-        return self.of if self.of in JOB_KINDS else None
+        if self.of == "survey" or self.of == "evaluation":
+            return self.of
+        return None
 
     @property
     def sums_scores(self) -> bool:

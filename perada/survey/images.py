@@ -81,12 +81,11 @@ def images_of_source(image_set: OwnImages) -> list[SurveyedImage]:
 def images_of_clients(data: FederatedData) -> dict[str, list[SurveyedImage]]:
     """List the training and test images of each client of a division, by the client's name."""
     names = data.client_names or [str(number) for number in range(len(data.train))]
-    test = data.test or [None] * len(data.train)
     images = {}
-    for name, train_part, test_part in zip(names, data.train, test, strict=True):
-        images[name] = _list_items(train_part, data.classes)
-        if test_part is not None:
-            images[name] += _list_items(test_part, data.classes)
+    for number, name in enumerate(names):
+        images[name] = _list_items(data.train[number], data.classes)
+        if data.test:
+            images[name] += _list_items(data.test[number], data.classes)
     return images
 
 

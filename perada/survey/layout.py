@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from perada.privacy.client_sums import integer_noise
@@ -198,7 +199,7 @@ class Tally:
         Rounding the noise is post-processing of the Gaussian mechanism, since counts are integers.
         """
         deviation = layout.options.deviation(layout.cells_per_image)
-        noise = integer_noise((len(counts),), deviation, None).numpy()
+        noise = integer_noise(torch.Size(counts.shape), deviation, None).numpy()
         return cls(layout, np.stack([counts + noise, np.zeros_like(counts), np.zeros_like(counts)]))
 
     @classmethod
@@ -256,7 +257,8 @@ class Tally:
         """
         cells = [self.cell(block, name) for name in self.layout.blocks[block]]
         counts = np.array([cell.count + cell.few for cell in cells], dtype=np.float64)
-        return counts / max(1.0, counts.sum())
+        shares: NDArray[np.float64] = counts / max(1.0, counts.sum())
+        return shares
 
     def total(self, block: str) -> int:
         """Return the sum of a block's counts, without those below ``min_count``."""

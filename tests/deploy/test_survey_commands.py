@@ -135,6 +135,9 @@ def test_an_approved_recipe_is_answered_once(tmp_path, capsys):
     store = SiteStore(tmp_path / "north" / "state")
     assert [job.is_masked for job in store.totals.jobs.values()] == [True, True]
     store.close()
+    capsys.readouterr()
+    main(["deploy", "status", str(federation.files[0])])
+    assert "2 of at most 3 (limits: max_surveys)" in capsys.readouterr().out
 
 
 def test_a_changed_recipe_is_not_approved(tmp_path, capsys):
@@ -208,3 +211,15 @@ def test_a_survey_of_built_in_images(capsys):
     record = json.loads(capsys.readouterr().out)
     assert record["together"]["images"]["read"]["count"] == 60
     assert sum(cell["count"] for cell in record["together"]["labels"].values()) == 60
+
+
+def test_sites_that_are_clients_of_a_built_in_data_set(tmp_path, capsys):
+    federation = Federation(tmp_path, {"survey": {"classes": [str(digit) for digit in range(10)]}})
+    partition = {"class_path": "IID", "init_args": {"num_clients": 4}}
+    data = {"dataset": "Digits", "partition": partition, "train_limit": 200, "test_limit": 40}
+    for client, file in enumerate(federation.files):
+        content = yaml.safe_load(file.read_text())
+        file.write_text(yaml.safe_dump(content | {"data": data | {"client": client}}))
+    record = federation.survey()
+    assert record["together"]["images"]["read"]["count"] == 240
+    assert record["together"]["bits"] == {"8": {"count": 240, "few": 0, "many": 4}}

@@ -40,8 +40,8 @@ def explain_site_epsilon(ledger: Ledger) -> str:
         return ""
     times = "once" if count == 1 else f"{count} times"
     return (
-        f"the site has trained, scored or counted {times} with recipes without client_privacy and secure_sums, so it sent data "
-        "without adding noise, and the ε of the entire site is infinite"
+        f"the site has trained, scored or counted {times} with recipes without client_privacy and secure_sums, so it "
+        "sent data without adding noise, and the ε of the entire site is infinite"
     )
 
 
