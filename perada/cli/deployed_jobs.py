@@ -10,6 +10,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 import perada.data
+from perada.cli.deploy_status import format_measure
 from perada.cli.deployed_recipes import check_approved, class_names_of, site_images
 from perada.cli.recipes import recipe_text
 from perada.core.checks import check_integer
@@ -23,7 +24,9 @@ from perada.deploy.server.jobs import JobRun
 from perada.deploy.site.file import Approved, SiteFile
 from perada.deploy.site.jobs import SiteJob
 from perada.deploy.site.survey import SiteSurvey
+from perada.deploy.state import read_runs
 from perada.deploy.transport import Terms, Transport
+from perada.results.report import epsilon_text
 from perada.survey.counting import survey_images
 from perada.survey.images import SurveyedImage, images_of_clients, images_of_source
 from perada.survey.layout import Tally
@@ -110,7 +113,13 @@ def describe_job(path: Path, site_file: SiteFile) -> list[str]:
     sent = f"{layout.num_counts} counts, under masks in a sum of at least {min_sites} sites"
     if site_survey.permission in site_file.may_send:
         sent += "; may_send has survey, so the server also sees the site's own counts"
-    noise = "no noise" if not site_survey.noise_multiplier else f"noise multiplier {site_survey.noise_multiplier:g}"
+    noise = "no noise"
+    if site_survey.noise_multiplier:
+        spent = epsilon_text(site_survey.budget.epsilon(site_survey.cost))
+        noise = f"noise of the site's own, so that a survey spends ε ≤ {spent} {format_measure(site_file.limits)}"
+    _, totals = read_runs(site_file.state, with_tensors=False)
+    rejection = site_survey.explain_rejection(totals.ledger)
+    rejected = [f"will be rejected: {rejection}"] if rejection else []
     exact = replace(layout, options=replace(layout.options, noise_multiplier=None, min_count=1))
     own = survey_images(list_site_images(site_file, read_survey(text, str(path))), exact)
     counts = format_counts(Survey(own)).splitlines()
@@ -120,6 +129,7 @@ def describe_job(path: Path, site_file: SiteFile) -> list[str]:
         f"digest: {digests.digest}",
         f"sends {sent}; counts from 1 to {layout.options.min_count - 1} leave as 'fewer'; {noise}",
         f"at most {site_survey.max_jobs} surveys are answered (limits: max_surveys)",
+        *rejected,
         "the site's own counts, of which nothing is sent now:",
         *counts,
     ]

@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from perada.core.text import near_names
-from perada.survey.facts import ImageFacts, read_facts
+from perada.survey.facts import ImageFacts, MaskFacts, read_facts
 from perada.survey.images import SurveyedImage
 from perada.survey.layout import (
     MASK_KINDS,
@@ -63,8 +63,8 @@ def count_facts(images: Sequence[SurveyedImage], facts: Sequence[ImageFacts], la
         counter["images", "read"] += 1
         counter.update(facts_of_image.names.items())
         counter.update(("labels", name) for name in _names_of_labels(image, facts_of_image, layout))
-        if facts_of_image.mask_values is not None:
-            counter["values of masks", _kind_of_mask(facts_of_image.mask_values, image, layout)] += 1
+        if facts_of_image.mask is not None:
+            counter["values of masks", _kind_of_mask(facts_of_image.mask, image, layout)] += 1
         counter["problems", PROBLEMS[2]] += facts_of_image.is_blank
     _count_patients(counter, images)
     _count_duplicates(counter, images, facts)
@@ -77,9 +77,9 @@ def count_facts(images: Sequence[SurveyedImage], facts: Sequence[ImageFacts], la
 def _names_of_labels(image: SurveyedImage, facts: ImageFacts, layout: Layout) -> set[str]:
     """Return the names of the counts of an image's labels."""
     if layout.has_masks:
-        if facts.mask_values is None:
+        if facts.mask is None:
             return {NO_LABEL}
-        return {layout.classes[number] for number in _classes_in_mask(facts.mask_values, image, layout)}
+        return {layout.classes[number] for number in _classes_in_mask(facts.mask.values, image, layout)}
     if image.labels is None:
         return {NO_LABEL}
     names = set()
@@ -100,9 +100,12 @@ def _classes_in_mask(values: frozenset[int], image: SurveyedImage, layout: Layou
     return [number for number, value in enumerate(listed) if value in values and number < len(layout.classes)]
 
 
-def _kind_of_mask(values: frozenset[int], image: SurveyedImage, layout: Layout) -> str:
+def _kind_of_mask(mask: MaskFacts, image: SurveyedImage, layout: Layout) -> str:
     """Return what the values of a mask are, one of :data:`.MASK_KINDS`."""
-    numbers, black_and_white, other, background = MASK_KINDS
+    numbers, black_and_white, other, background, another_size = MASK_KINDS
+    values = mask.values
+    if not mask.fits:
+        return another_size
     listed = getattr(image.image_set, "mask_values", None)
     allowed = {*(range(len(layout.classes)) if listed is None else listed)}
     if values == {0}:

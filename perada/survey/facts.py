@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from perada.data.batches.transforms import MissingImageError, load_pixels
+from perada.data.batches.transforms import MissingImageError, load_pixels, size_of_file
 from perada.data.medical.dicom import DicomFrame, open_frame, stored_values, windows_in_file
 from perada.data.medical.errors import MedicalImageError
 from perada.data.medical.headers import MONOCHROME, numbers, open_source, read_dataset, text
 from perada.data.medical.nifti import read_volume, slice_size
 from perada.data.medical.reading import medical_kind, split_number
 from perada.data.sets.manifest import ImageFiles
-from perada.data.sets.masks import mask_pixels
+from perada.data.sets.masks import mask_pixels, read_mask
 from perada.survey.images import SurveyedImage
 from perada.survey.layout import GREYS, NONE, OTHER, REASONS, SPACINGS, WINDOWS, Layout
 
@@ -30,6 +30,7 @@ BITS_OF_MODES = {"1": 1, "I;16": 16, "I;16B": 16, "I;16L": 16, "I": 32}
 """Bits of Pillow's modes that have not 8."""
 _DARK, _BRIGHT = 1, 99
 """Percentiles that stand for the darkest and the brightest grey of an image."""
+_REASON_IN_BRACKETS = re.compile(r" (?:image|read|mask) \((.*)\)")
 _WORDS_OF_REASONS = {
     "encrypted or another format": ("encrypted",),
     "no pixel data": ("no pixel data", "no image", "dicomdir"),
@@ -41,6 +42,19 @@ _WORDS_OF_REASONS = {
 
 
 @dataclass(frozen=True)
+class MaskFacts:
+    """What is counted of a mask.
+
+    Attributes:
+        values: Values that occur in it, as they are stored.
+        fits: Whether it has the size of its image.
+    """
+
+    values: frozenset[int]
+    fits: bool = True
+
+
+@dataclass(frozen=True)
 class ImageFacts:
     """What is counted of an image.
 
@@ -49,14 +63,14 @@ class ImageFacts:
         problem: Why the image or its mask cannot be read, one of :data:`.REASONS`; empty if it can.
         digest: Hash of its pixels as training reads them.
         is_blank: Whether it has a single grey level.
-        mask_values: Values that occur in its mask; None without a mask.
+        mask: What is counted of its mask; None without one.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
     digest: bytes = b""
     is_blank: bool = False
-    mask_values: frozenset[int] | None = None
+    mask: MaskFacts | None = None
 
 
 def read_facts(image: SurveyedImage, layout: Layout) -> ImageFacts:
@@ -65,8 +79,10 @@ def read_facts(image: SurveyedImage, layout: Layout) -> ImageFacts:
         prepared = image.prepare().numpy()
         is_file = bool(image.path) and isinstance(image.image_set, ImageFiles)
         names = _stored_facts(image, layout) if is_file else _facts_of_pixels(prepared, layout)
-        mask_values = None if image.mask is None else _values_of_mask(image)
-    except (OSError, ValueError) as error:
+        mask = _read_mask(image)
+    except (ModuleNotFoundError, MemoryError):
+        raise
+    except Exception as error:  # Pillow's decoders raise many types
         return ImageFacts(problem=reason_of(error))
     grey_bins = layout.options.grey_bins
     mean = _bin_of(float(prepared.mean()) / 255, grey_bins)
@@ -75,20 +91,22 @@ def read_facts(image: SurveyedImage, layout: Layout) -> ImageFacts:
         names=names,
         digest=hashlib.sha256(f"{prepared.shape} ".encode() + np.ascontiguousarray(prepared).tobytes()).digest(),
         is_blank=bool(prepared.min() == prepared.max()),
-        mask_values=mask_values,
+        mask=mask,
     )
 
 
 def reason_of(error: Exception) -> str:
     """Return which of :data:`.REASONS` an error is, by its type and the words of its message.
 
-    >>> reason_of(ValueError("scan.png is not a readable image (image file is truncated)"))
+    >>> reason_of(ValueError("damaged.png is not a readable image (image file is truncated); fix it"))
     'damaged or truncated'
     """
     if isinstance(error, MissingImageError | FileNotFoundError):
         return REASONS[0]
-    # The message begins with the file's name, which may have any words.
-    reason = str(error).rpartition(" (")[2].lower() or str(error).lower()
+    # The message begins with the file's name, and ends with a remedy, which may have any words.
+    in_brackets = _REASON_IN_BRACKETS.search(str(error))
+    reason = str(error) if in_brackets is None else in_brackets[1]
+    reason = reason.lower()
     for name, words in _WORDS_OF_REASONS.items():
         if any(word in reason for word in words):
             return name
@@ -247,18 +265,20 @@ def _name_of_manufacturer(manufacturer: str, layout: Layout) -> str:
     return OTHER
 
 
-def _values_of_mask(image: SurveyedImage) -> frozenset[int]:
-    """Return the values in the mask of an image, as they are stored.
+def _read_mask(image: SurveyedImage) -> MaskFacts | None:
+    """Return what is counted of the mask of an image; None if it has none.
 
     Raises:
-        ValueError: If the mask cannot be read.
-        OSError: Likewise.
+        Exception: Whatever is raised if the mask cannot be read.
     """
-    assert image.mask is not None
-    source = split_number(image.mask)
-    if medical_kind(source.file) is None:
-        with Image.open(source.file) as opened:
-            return frozenset(np.unique(mask_pixels(opened, image.mask)).tolist())
+    if image.mask is None:
+        return None
     assert isinstance(image.image_set, ImageFiles)
-    mask = image.image_set.read_mask(image.mask, image.path)
-    return frozenset(mask.unique().tolist())
+    medical = image.image_set.medical
+    if medical_kind(split_number(image.mask).file) is not None:
+        mask = read_mask(image.mask, image.path, image.image_set.size, None, medical)
+        return MaskFacts(frozenset(mask.unique().tolist()))
+    with Image.open(image.mask) as opened:
+        pixels = mask_pixels(opened, image.mask)
+    width, height = size_of_file(split_number(image.path).file, medical)
+    return MaskFacts(frozenset(np.unique(pixels).tolist()), fits=pixels.shape == (height, width))

@@ -54,6 +54,7 @@ REMEDIES_OF_MASKS = {
     MASK_KINDS[1]: "set mask_values: [0, 255] for this site, or save the number of the class as the value",
     MASK_KINDS[2]: "save the number of each pixel's class, or set mask_values",
     MASK_KINDS[3]: "check that masks were saved with their foreground",
+    MASK_KINDS[4]: "save masks in the size of their images",
 }
 REMEDIES_OF_PROBLEMS = dict(
     zip(
@@ -109,12 +110,7 @@ def describe_total(total: Tally) -> list[str]:
     for block in PROPERTIES:
         findings += _values_of_some(total, block, REMEDIES[block])
     if total.layout.has_masks:
-        kind = MASK_KINDS[1]
-        cell = total.cell("values of masks", kind)
-        if cell.num_sites and cell.num_sites < total.num_sites:
-            findings.append(
-                f"masks with {kind} {_where(cell, total)}, and other values elsewhere; {_mask_remedy(kind)}"
-            )
+        findings += _masks_of_some(total)
     findings += _blocks_without_common_bin(total)
     if total.cell("patients", "images without patient").num_sites and total.cell("patients", "patients").num_sites:
         cell = total.cell("patients", "images without patient")
@@ -224,8 +220,24 @@ def _masks(own: Tally, others: Tally) -> list[str]:
     for kind, share in own_shares.items():
         if kind in REMEDIES_OF_MASKS and share > FAR and other_shares.get(kind, 0.0) <= FAR:
             findings.append(f"masks with {kind}, unlike those of the others; {_mask_remedy(kind)}")
+    another_size = own.cell("values of masks", MASK_KINDS[4])
+    if another_size.num_sites and own_shares.get(MASK_KINDS[4], 0.0) <= FAR:
+        count = another_size.describe(own.layout.options.min_count)
+        findings.append(f"{count} masks with {MASK_KINDS[4]}; {_mask_remedy(MASK_KINDS[4])}")
     if other_shares.get(MASK_KINDS[1], 0.0) > FAR and own_shares.get(MASK_KINDS[0], 0.0) > FAR:
         findings.append(f"masks with the numbers of the classes, but those of the others have {MASK_KINDS[1]}")
+    return findings
+
+
+def _masks_of_some(total: Tally) -> list[str]:
+    """Return the kinds of wrong masks that some sites have."""
+    findings = []
+    for kind in (MASK_KINDS[1], MASK_KINDS[2], MASK_KINDS[4]):
+        cell = total.cell("values of masks", kind)
+        # Where all sites have 0 and 255, one option is for all of them.
+        is_common = kind == MASK_KINDS[1] and cell.num_sites == total.num_sites
+        if cell.num_sites and not is_common:
+            findings.append(f"masks with {kind} {_where(cell, total)}; {_mask_remedy(kind)}")
     return findings
 
 

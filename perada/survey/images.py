@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from perada.data.sets.image_paths import list_images
 from perada.data.sets.label_columns import TRUE_CELLS
 from perada.data.sets.label_names import is_missing
 from perada.data.sets.manifest import ImageFiles, OwnImages
+from perada.data.sets.mask_folders import find_mask_folders, stem_of_mask
 from perada.data.sets.medical_rows import add_frames, add_groups
 from perada.data.sets.table_files import existing_spelling
 
@@ -157,14 +158,48 @@ def _list_manifest(image_set: OwnImages) -> list[SurveyedImage]:
 
 
 def _list_folder(image_set: OwnImages) -> list[SurveyedImage]:
-    """List all images below a folder, without labels. Folders of masks are left out."""
-    masks_folder = getattr(image_set, "masks_folder", None) or "masks"
+    """List all images below a folder, without labels, but with the masks that are there."""
+    root = Path(image_set.root)
+    files = list_images(root)
+    mask_of_image: dict[str, str] = {}
+    masks: set[str] = set()
+    if isinstance(image_set, ImageMasks):
+        mask_of_image, masks = _pair_masks(files)
     images = []
-    for row, file in enumerate(list_images(Path(image_set.root))):
-        is_mask = isinstance(image_set, ImageMasks) and masks_folder in Path(file).parts[:-1]
-        if not is_mask:
-            images.append(SurveyedImage(image_set, f"{image_set.root}/{file}", row, labels=None))
+    for row, file in enumerate(files):
+        if file in masks:
+            continue
+        mask = mask_of_image.get(file)
+        labels = None if mask is None else ()
+        mask_path = None if mask is None else f"{root}/{mask}"
+        images.append(SurveyedImage(image_set, f"{root}/{file}", row, labels, mask=mask_path))
     return images
+
+
+def _pair_masks(files: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """Find the masks among files, by the common names of their folders.
+
+    Returns:
+        The mask of each image that has one, and all masks.
+    """
+    mask_of_image: dict[str, str] = {}
+    masks: set[str] = set()
+    for pair in find_mask_folders(files):
+        mask_of_stem = _files_by_stem(files, pair.path_of_masks)
+        masks.update(mask_of_stem.values())
+        for stem, image in _files_by_stem(files, pair.path_of_images).items():
+            stem_in_masks = stem_of_mask(stem, mask_of_stem.keys())
+            if stem_in_masks is not None:
+                mask_of_image[image] = mask_of_stem[stem_in_masks]
+    return mask_of_image, masks
+
+
+def _files_by_stem(files: Sequence[str], folder: tuple[str, ...]) -> dict[str, str]:
+    """Return the files below a folder by their paths in it, without extension."""
+    prefix = "/".join(folder) + "/"
+    return {
+        str(PurePosixPath(file.removeprefix(prefix)).with_suffix("")): file for file in files if file.startswith(prefix)
+    }
 
 
 def _list_table(table: ImageTable) -> list[SurveyedImage]:

@@ -19,7 +19,10 @@ OTHER_LABEL = "other label"
 NO_LABEL = "no label"
 OTHER = "other"
 NONE = "none"
-MASK_KINDS = ("numbers of the classes", "only 0 and 255", "other values", "background only")
+MASK_KINDS = (
+    *("numbers of the classes", "only 0 and 255", "other values", "background only"),
+    "another size than the image",
+)
 """What the values of an image's mask are."""
 REASONS = (
     *("missing", "damaged or truncated", "no image", "encrypted or another format", "no pixel data"),

@@ -8,14 +8,15 @@ import pytest
 import torch
 from PIL import Image
 
-from perada.data import Images, ImageTable
+from perada.data import ImageMasks, Images, ImageTable
 from perada.survey.counting import count_facts, survey_images
 from perada.survey.facts import read_facts
 from perada.survey.findings import compare_with_others, describe_total
 from perada.survey.images import SurveyedImage, images_of_source
-from perada.survey.layout import Cell, Layout, Tally
+from perada.survey.layout import MASK_KINDS, Cell, Layout, Tally
 from perada.survey.options import SurveyOptions
 from perada.survey.recipe import parse_survey
+from tests.data.dicom_files import dataset, save
 from tests.data.dicom_files import write as write_dicom
 from tests.rejections import raises_naming, rejects
 
@@ -102,6 +103,55 @@ def test_rows_of_a_table_that_training_rejects_are_counted(tmp_path):
     assert {name: count for (block, name), count in counts.items() if block == "labels"} == expected
     assert counts["unreadable", "missing"] == 1 and counts["images", "read"] == 6
     assert counts["patients", "patients"] == 3 and counts["patients", "images without patient"] == 1
+
+
+def test_reasons_are_told_from_the_messages_of_readers(tmp_path):
+    pixels = np.arange(400, dtype=np.uint16).reshape(20, 20)
+    whole = write_dicom(tmp_path / "a (1)" / "scan.dcm", pixels).read_bytes()
+    (tmp_path / "a (1)" / "truncated.dcm").write_bytes(whole[:-300])
+    (tmp_path / "a (1)" / "unknown.dcm").write_bytes(b"encrypted, perhaps" * 100)
+    report = dataset(pixels)
+    del report.PixelData
+    save(tmp_path / "a (1)" / "report.dcm", report)
+    picture(tmp_path, "a (1)/whole.png", np.arange(2500, dtype=np.uint8).reshape(50, 50))
+    (tmp_path / "a (1)" / "cut.png").write_bytes((tmp_path / "a (1)" / "whole.png").read_bytes()[:-60])
+    picture(tmp_path, "a (1)/float.tiff", np.full((20, 20), 7.0, np.float32))
+    images = images_of_source(Images(str(tmp_path), layout="{class}/*", size=16))
+    problems = {image.path.rpartition("/")[2]: read_facts(image, layout()).problem for image in images}
+    assert problems == {
+        "scan.dcm": "",
+        "whole.png": "",
+        "truncated.dcm": "damaged or truncated",
+        "unknown.dcm": "encrypted or another format",
+        "report.dcm": "no pixel data",
+        "cut.png": "damaged or truncated",
+        "float.tiff": "values out of range",
+    }
+
+
+def test_kinds_of_masks(tmp_path):
+    rng = np.random.default_rng(0)
+    square = np.zeros((20, 20), np.uint8)
+    square[5:9, 5:9] = 1
+    masks = {"numbers": square, "white": square * 255, "others": square * 7, "empty": square * 0, "small": square[:18]}
+    for name, mask in masks.items():
+        picture(tmp_path, f"images/{name}.png", rng.integers(0, 255, (20, 20), dtype=np.uint8))
+        picture(tmp_path, f"masks/{name}.png", mask)
+    chosen = Layout(SurveyOptions(min_count=1), ("background", "lesion"), has_masks=True)
+    tally = survey_images(images_of_source(ImageMasks(str(tmp_path), size=16)), chosen)
+    assert {name: tally.cell("values of masks", name).count for name in MASK_KINDS} == dict.fromkeys(MASK_KINDS, 1)
+    assert tally.cell("labels", "background").count == 5 and tally.cell("labels", "lesion").count == 2
+
+
+def test_images_without_masks_are_images_without_labels(tmp_path):
+    rng = np.random.default_rng(0)
+    for number in range(4):
+        picture(tmp_path, f"images/{number}.png", rng.integers(0, 255, (20, 20), dtype=np.uint8))
+        if number:
+            picture(tmp_path, f"masks/{number}.png", np.ones((20, 20), np.uint8))
+    chosen = Layout(SurveyOptions(min_count=1), ("background", "lesion"), has_masks=True)
+    tally = survey_images(images_of_source(ImageMasks(str(tmp_path), size=16)), chosen)
+    assert tally.cell("images", "read").count == 4 and tally.cell("labels", "no label").count == 1
 
 
 def random_images(rng, num_patients):

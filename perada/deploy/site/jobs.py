@@ -28,6 +28,7 @@ from perada.deploy.site.file import Limits
 from perada.deploy.site.incoming import finite_or_none
 from perada.deploy.site.permissions import Permissions
 from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, JobRecord, SiteStore
+from perada.privacy.accounting import History, Ledger
 
 if TYPE_CHECKING:
     from perada.deploy.sums.keys import SumTerms
@@ -60,6 +61,39 @@ class SiteJob(ABC):
     def max_jobs(self) -> int:
         """Largest number of jobs of this kind that the site answers, of all recipes together."""
         return int(getattr(self.limits, self.limit_name))
+
+    def explain_rejection(self, ledger: Ledger) -> str:
+        """Return why the site's budget does not allow the job; an empty text if it does.
+
+        Args:
+            ledger: What all runs and jobs have spent.
+        """
+        limits = self.limits
+        kind = self.job.kind
+        if limits.max_site_epsilon is not None:
+            return (
+                f"max_site_epsilon={limits.max_site_epsilon:g} limits what is learnt of the site as a whole, which no "
+                f"{kind} protects"
+            )
+        if limits.max_epsilon is None:
+            if self.noise_multiplier:
+                return f"the {kind} has noise, so the site must limit its ε: set limits: max_epsilon"
+            return ""
+        if not self.noise_multiplier:
+            return f"max_epsilon={limits.max_epsilon:g} limits the ε of the site's images, and this {kind} has no noise"
+        if not self.budget.affords(ledger.history(IMAGES_LEDGER), self.cost):
+            return f"max_epsilon={limits.max_epsilon:g} cannot afford another {kind}"
+        return ""
+
+    @property
+    def cost(self) -> History:
+        """The step that one job with noise adds to the ledger of the site's images, as {(σ, q): steps}."""
+        return {(self.noise_multiplier, 1.0): 1}
+
+    @property
+    def budget(self) -> SiteBudget:
+        """What the site allows to be spent on its images."""
+        return SiteBudget(self.limits, self.limits.max_epsilon, {})
 
     @abstractmethod
     def make_vector(self) -> list[int]:
@@ -114,10 +148,8 @@ class JobHandler:
         """Return the ε of the site's images over all runs and jobs, as the audit log has it; None without noise."""
         if not site_job.noise_multiplier:
             return None
-        limits = site_job.limits
-        budget = SiteBudget(limits, limits.max_epsilon, {})
-        epsilon = budget.epsilon(self.store.totals.ledger.history(IMAGES_LEDGER))
-        return {"spent": finite_or_none(epsilon), "delta": limits.delta}
+        epsilon = site_job.budget.epsilon(self.store.totals.ledger.history(IMAGES_LEDGER))
+        return {"spent": finite_or_none(epsilon), "delta": site_job.limits.delta}
 
     def _count(self, site_job: SiteJob, request: Request, message_digest: str) -> bytes:
         """Make the site's vector, unless it was made before, and offer keys for the secure sum."""
@@ -146,7 +178,6 @@ class JobHandler:
         and after a patient was added differ by this patient. So a recipe is answered in one sum only, and the number of
         recipes is limited.
         """
-        limits = site_job.limits
         kind = site_job.job.kind
         for run, record in self.store.totals.jobs.items():
             if record.is_masked and record.recipe == request.recipe:
@@ -161,27 +192,9 @@ class JobHandler:
                 "allows no more",
                 "exhausted",
             )
-        noise = site_job.noise_multiplier
-        if limits.max_site_epsilon is not None:
-            raise RejectionError(
-                f"max_site_epsilon={limits.max_site_epsilon:g} limits what is learnt of the site as a whole, which no "
-                f"{kind} protects",
-                "exhausted",
-            )
-        if noise and limits.max_epsilon is None:
-            raise RejectionError(
-                f"the {kind} has noise, so the site must limit its ε: set limits: max_epsilon", "other"
-            )
-        if limits.max_epsilon is None:
-            return
-        if not noise:
-            raise RejectionError(
-                f"max_epsilon={limits.max_epsilon:g} limits the ε of the site's images, and this {kind} has no noise",
-                "exhausted",
-            )
-        budget = SiteBudget(limits, limits.max_epsilon, {})
-        if not budget.affords(self.store.totals.ledger.history(IMAGES_LEDGER), {(noise, 1.0): 1}):
-            raise RejectionError(f"max_epsilon={limits.max_epsilon:g} cannot afford another {kind}", "exhausted")
+        reason = site_job.explain_rejection(self.store.totals.ledger)
+        if reason:
+            raise RejectionError(reason, "exhausted")
 
     def _commit(self, site_job: SiteJob, run: str, record: JobRecord) -> None:
         """Commit the vector, which is made once, and its cost if it is about to leave for the first time."""
@@ -198,9 +211,12 @@ class JobHandler:
             else:
                 add_step_without_noise(ledger, IMAGES_LEDGER)
             add_step_without_noise(ledger, SITE_LEDGER)
-        # A job whose vector never left is over as soon as another one begins.
-        jobs = {other: kept for other, kept in totals.jobs.items() if kept.has_left}
-        jobs[run] = record
+        jobs = {run: record}
+        for other, kept in totals.jobs.items():
+            # A job whose vector never left is over as soon as its recipe is run again.
+            is_over = not kept.has_left and kept.recipe == record.recipe
+            if other != run and not is_over:
+                jobs[other] = kept
         self.store.commit_totals(replace(totals, ledger=ledger, jobs=jobs))
 
     def _take_step(self, site_job: SiteJob, request: Request, message_digest: str, record: JobRecord) -> bytes:
