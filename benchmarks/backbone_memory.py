@@ -35,9 +35,9 @@ def backbone_memory(device: torch.device, repeats: int, quick: bool) -> Iterator
             row: dict[str, Any] = {
                 "backbone": name,
                 "checkpointing": recomputes,
-                "network GB": round(estimate.weights / 1e9, 2),
-                "activations GB": round(estimate.activations / 1e9, 2),
-                "states GB": round(estimate.states / 1e9, 2),
+                "network GB": round(estimate.weight_bytes / 1e9, 2),
+                "activations GB": round(estimate.activation_bytes / 1e9, 2),
+                "states GB": round(estimate.state_bytes / 1e9, 2),
                 "estimate GB": round(estimate.total / 1e9, 2),
             }
             if estimate.total < SHARE_TO_MEASURE * _available_bytes(device):
@@ -76,9 +76,9 @@ def _estimate(workload: Workload, recomputes: bool, device_name: str) -> MemoryE
     # Each weight has a gradient.
     state_bytes = sum(value.nbytes * (2 if key in trained else 1) for key, value in get_state(engine.model).items())
     return MemoryEstimate(
-        weights=network_bytes(engine),
-        states=workload.sampled * state_bytes,
-        activations=activations.of(workload.sampled * workload.batch),
+        weight_bytes=network_bytes(engine),
+        state_bytes=workload.sampled * state_bytes,
+        activation_bytes=activations.of(workload.sampled * workload.batch),
     )
 
 

@@ -241,6 +241,8 @@ class Deployment:
         for name in NAMES:
             stored = read_state(folder / name / SITE_STATE)
             spent[name] = (stored.totals.rounds, stored.totals.ledger.state_dict())
+            # The run of a survey or an evaluation has no state of training; these all train.
+            assert stored.run_state is not None
             for role, state in (stored.run_state.training.client_state or {}).items():
                 states[f"{name}/{role}"] = state
         if self.kind in _RANDOM:
