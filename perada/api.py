@@ -108,8 +108,9 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
     or dictionaries of their fields. A recipe has sections of the same names.
 
     Args:
-        backbone: A timm model name, ``hf:`` and a transformers name or folder, ``smp:`` and a segmentation network
-            (docs/tasks.md), ``char_lstm`` for texts, or a module that maps images to logits.
+        backbone: A timm model name, ``hf:`` and a transformers name or folder, ``open_clip:`` and a name or folder of
+            OpenCLIP, ``smp:`` and a segmentation network (docs/tasks.md), ``char_lstm`` for texts, or a module that
+            maps images to logits.
         data: One dataset per client (:class:`perada.data.FederatedData`), or a datamodule.
         adapter: A name, such as ``residual``, ``lora`` or ``full`` (docs/adapters.md has all), or a PEFT config.
         adapter_options: Options of the named adapter, for example ``{"r": 8}``.
@@ -120,8 +121,8 @@ def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all b
         image_size: Side of the images in pixels: uint8 images are resized to it, ViTs built for it. A datamodule has
             its own.
         train_backbone: Train the backbone's parameters in addition to the adapter's.
-        text_head: Head from the names of the classes, for ``hf:`` backbones with a text tower, as a dictionary such as
-            ``{"templates": ["a photo of a {}."]}`` (docs/adapters.md); by default a linear one.
+        text_head: Head from the names of the classes, for ``hf:`` and ``open_clip:`` backbones with a text tower, as a
+            dictionary such as ``{"templates": ["a photo of a {}."]}`` (docs/adapters.md); by default a linear one.
         algorithm: ``perada``, ``fedavg``, ``ditto``, … (docs/algorithms.md lists them), or an algorithm.
         algorithm_options: Options of the named algorithm, for example ``{"prox_strength": 0.1}`` of ``ditto``.
         rounds: Communication rounds; 0 returns the initial states.

@@ -63,16 +63,16 @@ class FederatedClassifier(pl.LightningModule):
     first round on; the loop makes it.
 
     Args:
-        backbone: A timm model name, ``hf:`` and a transformers name or folder, ``char_lstm`` for texts, or a module
-            that maps images to logits.
+        backbone: A timm model name, ``hf:`` and a transformers name or folder, ``open_clip:`` and a name or folder of
+            OpenCLIP, ``char_lstm`` for texts, or a module that maps images to logits.
         adapter: A name, such as ``residual``, ``lora`` or ``full`` (docs/adapters.md has all), or a PEFT config.
         adapter_options: Options of the named adapter, for example ``{"r": 8}``.
         pretrained: Load weights from the Hub, or from this local file or folder; otherwise they are random.
         num_classes: Number of classes; by default that of the data.
         image_size: Side of the images in pixels, where the backbone is built for one size (ViT).
         train_backbone: Train the backbone's parameters in addition to the adapter's.
-        text_head: Head from the names of the classes, for ``hf:`` backbones with a text tower (docs/adapters.md); by
-            default a linear one.
+        text_head: Head from the names of the classes, for ``hf:`` and ``open_clip:`` backbones with a text tower
+            (docs/adapters.md); by default a linear one.
 
     Raises:
         ValueError: If an option cannot be used.

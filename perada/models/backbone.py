@@ -14,7 +14,7 @@ class Backbone:
 
     Attributes:
         model: The network, which maps images (B, channels, height, width) to logits (B, K).
-        name: Its timm name, ``hf:`` and its transformers name, or its class name.
+        name: Its timm name, ``hf:`` and its transformers name, ``open_clip:`` and its OpenCLIP name, or its class name.
         head: Full name of the classification head in the model.
         image_config: Format of its images; None for a network that the caller built.
         decoder: Full name of a decoder without pretrained weights, which is trained as a part of the head.
