@@ -22,7 +22,7 @@ from perada.data.medical.reading import medical_kind, split_number
 from perada.data.sets.manifest import ImageFiles
 from perada.data.sets.masks import mask_pixels, read_mask
 from perada.survey.images import SurveyedImage
-from perada.survey.layout import GREYS, NONE, OTHER, REASONS, SPACINGS, WINDOWS, Layout
+from perada.survey.layout import FOREGROUND, GREYS, NONE, OTHER, REASONS, SPACINGS, WINDOWS, Layout
 
 _NOT_MEDICAL = dict.fromkeys(("modality", "manufacturer", "spacing in mm", "window"), NONE)
 """Facts of images that have no header of a scanner."""
@@ -35,8 +35,9 @@ _WORDS_OF_REASONS = {
     "encrypted or another format": ("encrypted",),
     "no pixel data": ("no pixel data", "no image", "dicomdir"),
     "damaged or truncated": ("truncated", "damaged", "broken", "declares", "incomplete", "corrupt"),
+    "mask with colours or losses": ("not a mask", "compression changes"),
     "values out of range": ("values", "scale", "nan"),
-    "no image": ("identify", "not an image", "no dicom", "not a mask", "format"),
+    "no image": ("identify", "not an image", "no dicom", "format"),
 }
 """Words in messages of errors that tell why a file cannot be read, in the order in which they are tried."""
 
@@ -47,10 +48,12 @@ class MaskFacts:
 
     Attributes:
         values: Values that occur in it, as they are stored.
+        foreground: Share of its pixels that are not 0.
         fits: Whether it has the size of its image.
     """
 
     values: frozenset[int]
+    foreground: float
     fits: bool = True
 
 
@@ -87,6 +90,8 @@ def read_facts(image: SurveyedImage, layout: Layout) -> ImageFacts:
     grey_bins = layout.options.grey_bins
     mean = _bin_of(float(prepared.mean()) / 255, grey_bins)
     names |= {GREYS[-1]: layout.blocks[GREYS[-1]][mean]}
+    if mask is not None and layout.has_masks:
+        names |= {FOREGROUND: layout.blocks[FOREGROUND][_bin_of(mask.foreground, grey_bins)]}
     return ImageFacts(
         names=names,
         digest=hashlib.sha256(f"{prepared.shape} ".encode() + np.ascontiguousarray(prepared).tobytes()).digest(),
@@ -277,8 +282,12 @@ def _read_mask(image: SurveyedImage) -> MaskFacts | None:
     medical = image.image_set.medical
     if medical_kind(split_number(image.mask).file) is not None:
         mask = read_mask(image.mask, image.path, image.image_set.size, None, medical)
-        return MaskFacts(frozenset(mask.unique().tolist()))
+        return MaskFacts(frozenset(mask.unique().tolist()), float((mask != 0).float().mean()))
     with Image.open(image.mask) as opened:
         pixels = mask_pixels(opened, image.mask)
     width, height = size_of_file(split_number(image.path).file, medical)
-    return MaskFacts(frozenset(np.unique(pixels).tolist()), fits=pixels.shape == (height, width))
+    return MaskFacts(
+        values=frozenset(np.unique(pixels).tolist()),
+        foreground=float((pixels != 0).mean()),
+        fits=pixels.shape == (height, width),
+    )

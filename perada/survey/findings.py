@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from perada.core.text import abbreviated, quoted
 from perada.survey.layout import (
+    FOREGROUND,
     GREYS,
     MASK_KINDS,
     MISSPELT,
@@ -77,6 +78,7 @@ REMEDIES_OF_REASONS = dict(
             "decrypt them, or leave them out",
             "leave reports and presentation states out",
             "set full_scale to the value of white",
+            "save masks as PNG, with the number of each pixel's class",
             "`perada data inspect` names the files",
         ),
         strict=True,
@@ -224,6 +226,13 @@ def _masks(own: Tally, others: Tally) -> list[str]:
     if another_size.num_sites and own_shares.get(MASK_KINDS[4], 0.0) <= FAR:
         count = another_size.describe(own.layout.options.min_count)
         findings.append(f"{count} masks with {MASK_KINDS[4]}; {_mask_remedy(MASK_KINDS[4])}")
+    foreground = _difference(own, others, FOREGROUND)
+    if foreground > FAR:
+        here = abbreviated(_main_bins(own, FOREGROUND))
+        findings.append(
+            f"the foreground of masks has {here} of the pixels, but {abbreviated(_main_bins(others, FOREGROUND))} at "
+            "the others; check that foreground and background are not exchanged"
+        )
     if other_shares.get(MASK_KINDS[1], 0.0) > FAR and own_shares.get(MASK_KINDS[0], 0.0) > FAR:
         findings.append(f"masks with the numbers of the classes, but those of the others have {MASK_KINDS[1]}")
     return findings
@@ -356,12 +365,18 @@ def _blocks_without_common_bin(total: Tally) -> list[str]:
     findings = []
     for block, remedy in (
         ("width", REMEDIES["width"]),
+        (FOREGROUND, "check that foreground and background are not exchanged"),
         (GREYS[-1], "compare window, full_scale and inverted greys; each site's log says whether it is the odd one"),
     ):
+        # A site without masks has none of their bins.
+        lacks_masks = total.cell("labels", NO_LABEL).num_sites > 0
+        if block not in total.layout.blocks or (block == FOREGROUND and lacks_masks):
+            continue
         cells = [total.cell(block, name) for name in total.layout.blocks[block]]
         most_sites = max(cell.num_sites for cell in cells)
-        if 0 < most_sites < total.num_sites:
-            findings.append(f"{block}: no bin has images of all {total.num_sites} sites; {remedy}")
+        num_sites = total.cell("images", "read").num_sites
+        if 0 < most_sites < num_sites:
+            findings.append(f"{block}: no bin has images of all {num_sites} sites; {remedy}")
     return findings
 
 

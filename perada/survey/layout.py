@@ -26,7 +26,7 @@ MASK_KINDS = (
 """What the values of an image's mask are."""
 REASONS = (
     *("missing", "damaged or truncated", "no image", "encrypted or another format", "no pixel data"),
-    *("values out of range", OTHER),
+    *("values out of range", "mask with colours or losses", OTHER),
 )
 """Why an image or its mask cannot be read."""
 BITS = ("1", "8", "9 to 11", "12", "13 to 15", "16", "more than 16", "floating point")
@@ -38,8 +38,8 @@ PROBLEMS = ("same pixels as another image", "same pixels with another label", "o
 PER_PATIENT = ("1", "2 to 4", "5 to 19", "20 or more")
 GREYS = ("darkest grey", "median grey", "brightest grey", "mean after preprocessing")
 """Blocks of grey levels: of the stored values, and of the images as they are trained."""
-BINNED = ("width", "height", *GREYS)
-"""Blocks whose counts are in the order of a quantity."""
+FOREGROUND = "foreground of masks"
+"""Block of the share of a mask's pixels that are not background."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Layout:
         }
         if self.has_masks:
             blocks["values of masks"] = MASK_KINDS
+            blocks[FOREGROUND] = greys
         blocks |= {
             "width": sizes,
             "height": sizes,
