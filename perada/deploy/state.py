@@ -261,6 +261,7 @@ class JobRecord:
         kind: Kind of the job, as in :data:`.JobKind`.
         recipe: Digest of its recipe.
         vector: The site's vector, with its noise, which is drawn once.
+        patients: Digests of the patients that were counted; empty if changes of them do not matter.
         is_masked: Whether the vector has left the site under masks, which happens once.
         is_open: Whether it has left the site in the clear.
     """
@@ -268,6 +269,7 @@ class JobRecord:
     kind: str
     recipe: str
     vector: list[int]
+    patients: bytes = b""
     is_masked: bool = False
     is_open: bool = False
 

@@ -140,6 +140,30 @@ def test_an_approved_recipe_is_answered_once(tmp_path, capsys):
     assert "2 of at most 3 (limits: max_surveys)" in capsys.readouterr().out
 
 
+def approve_another_survey(federation, name):
+    """Have all sites approve the survey under another name, and forget its former results."""
+    federation.recipe.write_text(yaml.safe_dump(RECIPE | {"survey": RECIPE["survey"] | {"name": name}}))
+    federation.approve()
+    for record in (federation.folder / "surveys").iterdir():
+        record.unlink()
+
+
+def test_two_surveys_never_differ_by_one_patient(tmp_path, capsys, caplog):
+    federation = Federation(tmp_path)
+    assert federation.survey()["together"]["labels"]["malignant"]["count"] == 32
+    folder = tmp_path / "east" / "images" / "malignant"
+    for number in range(1, 5):
+        pixels = np.random.default_rng(number).integers(0, 255, (40, 40))
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"new{number}.png")
+        approve_another_survey(federation, f"after {number}")
+        with raises_naming(TimeoutError, "exhausted"):
+            federation.survey("--deadline", "0.5")
+        assert f"{number} patients were added" in caplog.text
+    Image.fromarray(np.arange(1600, dtype=np.uint8).reshape(40, 40)).save(folder / "new5.png")
+    approve_another_survey(federation, "after 5")
+    assert federation.survey()["together"]["labels"]["malignant"]["count"] == 37
+
+
 def test_a_changed_recipe_is_not_approved(tmp_path, capsys):
     federation = Federation(tmp_path)
     federation.recipe.write_text(yaml.safe_dump(RECIPE | {"survey": RECIPE["survey"] | {"min_count": 1}}))

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from perada.data import ImageMasks, Images, ImageTable
+from perada.survey.changes import count_changes, digests_of_patients
 from perada.survey.counting import count_facts, survey_images
 from perada.survey.facts import read_facts
 from perada.survey.findings import compare_with_others, describe_total
@@ -152,6 +153,27 @@ def test_images_without_masks_are_images_without_labels(tmp_path):
     chosen = Layout(SurveyOptions(min_count=1), ("background", "lesion"), has_masks=True)
     tally = survey_images(images_of_source(ImageMasks(str(tmp_path), size=16)), chosen)
     assert tally.cell("images", "read").count == 4 and tally.cell("labels", "no label").count == 1
+
+
+def test_a_patient_with_other_files_labels_or_masks_has_changed(tmp_path):
+    rng = np.random.default_rng(0)
+    for number in range(6):
+        picture(tmp_path, f"{number}.png", rng.integers(0, 255, (20, 20), dtype=np.uint8))
+
+    def digests(rows):
+        (tmp_path / "labels.csv").write_text("\n".join(["path,label,group", *rows]))
+        return digests_of_patients(images_of_source(ImageTable(str(tmp_path / "labels.csv"), size=16)))
+
+    rows = ["0.png,benign,a", "1.png,benign,a", "2.png,benign,b", "3.png,malignant,c"]
+    before = digests(rows)
+    assert count_changes(before, digests(rows[::-1])) == 0
+    renamed = [row.replace(",a", ",x") for row in rows]
+    assert count_changes(before, digests(renamed)) == 0  # a patient is what is known of it
+    assert count_changes(before, digests(rows[1:])) == 1
+    assert count_changes(before, digests(rows[2:])) == 1
+    assert count_changes(before, digests([*rows, "4.png,benign,b"])) == 1
+    assert count_changes(before, digests([*rows, "4.png,benign,d", "5.png,benign,e"])) == 2
+    assert count_changes(before, digests([rows[0].replace("benign", "malignant"), *rows[1:]])) == 1
 
 
 def random_images(rng, num_patients):

@@ -47,11 +47,13 @@ class SiteJob(ABC):
         permission: What of :data:`.MAY_SEND` allows the site's own vector to leave in the clear.
         limit_name: Option of the site's limits that is the largest number of jobs of this kind.
         noise_multiplier: Noise in its vectors, relative to the largest change by one patient; 0 for none.
+        min_changes: Smallest number of patients by which two jobs may differ, if they differ; 0 for any.
     """
 
     permission: str
     limit_name: str
     noise_multiplier: float = 0.0
+    min_changes: int = 0
 
     def __init__(self, job: Job, limits: Limits) -> None:
         self.job = job
@@ -98,6 +100,14 @@ class SiteJob(ABC):
     @abstractmethod
     def make_vector(self) -> list[int]:
         """Return the site's vector (V,), with its noise. It is called once per run of the job."""
+
+    def digests_of_patients(self) -> bytes:
+        """Return digests of the patients that are counted; empty if changes of them do not matter."""
+        return b""
+
+    def count_changes(self, before: bytes, after: bytes) -> int:
+        """Return how many patients differ between two results of :meth:`digests_of_patients`."""
+        return 0
 
     def compare(self, own_vector: Sequence[int], total: Counts, num_sites: int) -> list[str]:
         """Return how the site differs from the others, for its own log.
@@ -156,8 +166,8 @@ class JobHandler:
         record = self.store.totals.jobs.get(request.run)
         if record is None:
             self._check_limits(site_job, request)
-            vector = site_job.make_vector()
-            record = JobRecord(site_job.job.kind, request.recipe, vector)
+            patients = self._check_changes(site_job)
+            record = JobRecord(site_job.job.kind, request.recipe, site_job.make_vector(), patients)
         if record.recipe != request.recipe:
             raise RejectionError(f"run {request.run} was begun with another recipe", "other")
         facts: dict[str, Any] = {}
@@ -195,6 +205,26 @@ class JobHandler:
         reason = site_job.explain_rejection(self.store.totals.ledger)
         if reason:
             raise RejectionError(reason, "exhausted")
+
+    def _check_changes(self, site_job: SiteJob) -> bytes:
+        """Return the digests of the site's patients.
+
+        Raises:
+            RejectionError: If few of them have changed since a former job of this kind: the difference of the two sums
+                would be theirs.
+        """
+        patients = site_job.digests_of_patients()
+        for run, record in self.store.totals.jobs.items():
+            if not record.has_left or record.kind != site_job.job.kind:
+                continue
+            num_changed = site_job.count_changes(record.patients, patients)
+            if 0 < num_changed < site_job.min_changes:
+                raise RejectionError(
+                    f"{num_changed} patients were added, removed or changed since run {run}, and sums that differ by "
+                    f"fewer than {site_job.min_changes} would show them; wait until more have changed",
+                    "exhausted",
+                )
+        return patients
 
     def _commit(self, site_job: SiteJob, run: str, record: JobRecord) -> None:
         """Commit the vector, which is made once, and its cost if it is about to leave for the first time."""

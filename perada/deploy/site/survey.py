@@ -6,10 +6,14 @@ from collections.abc import Callable, Sequence
 from perada.deploy.jobs import Counts, Job
 from perada.deploy.site.file import Limits
 from perada.deploy.site.jobs import SiteJob
+from perada.survey.changes import count_changes, digests_of_patients
 from perada.survey.counting import survey_images
 from perada.survey.findings import compare_with_others
 from perada.survey.images import SurveyedImage
 from perada.survey.layout import Layout, Tally
+
+MIN_CHANGES = 5
+"""Smallest number of patients by which two surveys without noise may differ, if they differ."""
 
 
 class SiteSurvey(SiteJob):
@@ -31,7 +35,17 @@ class SiteSurvey(SiteJob):
         super().__init__(job, limits)
         self.layout = layout
         self.noise_multiplier = layout.options.noise_multiplier or 0.0
+        # Noise hides a single patient anyway.
+        self.min_changes = 0 if self.noise_multiplier else max(MIN_CHANGES, layout.options.min_count)
         self._list_images = list_images
+
+    def digests_of_patients(self) -> bytes:
+        """Return digests of the site's patients; empty with noise."""
+        return digests_of_patients(self._list_images()) if self.min_changes else b""
+
+    def count_changes(self, before: bytes, after: bytes) -> int:
+        """Return how many patients differ between two surveys."""
+        return count_changes(before, after)
 
     def make_tally(self) -> Tally:
         """Count the site's images, with noise if the survey has any."""
