@@ -14,12 +14,18 @@ from perada.core.text import near_names
 from perada.survey.facts import ImageFacts, MaskFacts, read_facts
 from perada.survey.images import SurveyedImage
 from perada.survey.layout import (
-    MASK_KINDS,
+    ANOTHER_SIZE,
+    BACKGROUND_ONLY,
+    BLACK_AND_WHITE,
+    BLANK,
+    CLASS_NUMBERS,
+    CONTRADICTION,
+    COPY,
     MISSPELT,
     NO_LABEL,
     OTHER_LABEL,
+    OTHER_VALUES,
     PER_PATIENT,
-    PROBLEMS,
     Counts,
     Layout,
     Tally,
@@ -65,7 +71,7 @@ def count_facts(images: Sequence[SurveyedImage], facts: Sequence[ImageFacts], la
         counter.update(("labels", name) for name in _names_of_labels(image, facts_of_image, layout))
         if facts_of_image.mask is not None:
             counter["values of masks", _kind_of_mask(facts_of_image.mask, image, layout)] += 1
-        counter["problems", PROBLEMS[2]] += facts_of_image.is_blank
+        counter["problems", BLANK] += facts_of_image.is_blank
     _count_patients(counter, images)
     _count_duplicates(counter, images, facts)
     counts = np.zeros(layout.num_counts, dtype=np.int64)
@@ -102,18 +108,17 @@ def _classes_in_mask(values: frozenset[int], image: SurveyedImage, layout: Layou
 
 def _kind_of_mask(mask: MaskFacts, image: SurveyedImage, layout: Layout) -> str:
     """Return what the values of a mask are, one of :data:`.MASK_KINDS`."""
-    numbers, black_and_white, other, background, another_size = MASK_KINDS
     values = mask.values
     if not mask.fits:
-        return another_size
+        return ANOTHER_SIZE
     listed = getattr(image.image_set, "mask_values", None)
     allowed = {*(range(len(layout.classes)) if listed is None else listed)}
     if values == {0}:
-        return background
+        return BACKGROUND_ONLY
     if values <= {0, UNLISTED} and UNLISTED in values:
         # Also where they are listed: sites whose values differ need different options.
-        return black_and_white
-    return numbers if values <= allowed | {UNLISTED} else other
+        return BLACK_AND_WHITE
+    return CLASS_NUMBERS if values <= allowed | {UNLISTED} else OTHER_VALUES
 
 
 def _count_patients(counter: Counter[tuple[str, str]], images: Sequence[SurveyedImage]) -> None:
@@ -137,8 +142,8 @@ def _count_duplicates(
             continue
         labels = labels_of_digest[facts_of_image.digest]
         if labels:
-            counter["problems", PROBLEMS[0]] += 1
+            counter["problems", COPY] += 1
         is_new_label = image.labels not in labels
         if labels and is_new_label and len(labels) == 1:
-            counter["problems", PROBLEMS[1]] += 1
+            counter["problems", CONTRADICTION] += 1
         labels.add(image.labels)

@@ -22,7 +22,7 @@ from perada.data.medical.reading import medical_kind, split_number
 from perada.data.sets.manifest import ImageFiles
 from perada.data.sets.masks import mask_pixels, read_mask
 from perada.survey.images import SurveyedImage
-from perada.survey.layout import FOREGROUND, GREYS, NONE, OTHER, REASONS, SPACINGS, WINDOWS, Layout
+from perada.survey.layout import FOREGROUND, GREYS, MISSING, NONE, OTHER, SPACINGS, WINDOWS, Layout
 
 _NOT_MEDICAL = dict.fromkeys(("modality", "manufacturer", "spacing in mm", "window"), NONE)
 """Facts of images that have no header of a scanner."""
@@ -63,7 +63,7 @@ class ImageFacts:
 
     Attributes:
         names: Name of the image's count in each block that has one.
-        problem: Why the image or its mask cannot be read, one of :data:`.REASONS`; empty if it can.
+        problem: Why the image or its mask cannot be read, one of the layout's ``REASONS``; empty if it can.
         digest: Hash of its pixels as training reads them.
         is_blank: Whether it has a single grey level.
         mask: What is counted of its mask; None without one.
@@ -101,13 +101,13 @@ def read_facts(image: SurveyedImage, layout: Layout) -> ImageFacts:
 
 
 def reason_of(error: Exception) -> str:
-    """Return which of :data:`.REASONS` an error is, by its type and the words of its message.
+    """Return which of the layout's ``REASONS`` an error is, by its type and the words of its message.
 
     >>> reason_of(ValueError("damaged.png is not a readable image (image file is truncated); fix it"))
     'damaged or truncated'
     """
     if isinstance(error, MissingImageError | FileNotFoundError):
-        return REASONS[0]
+        return MISSING
     # The message begins with the file's name, and ends with a remedy, which may have any words.
     in_brackets = _REASON_IN_BRACKETS.search(str(error))
     reason = str(error) if in_brackets is None else in_brackets[1]

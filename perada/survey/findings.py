@@ -10,14 +10,21 @@ from numpy.typing import NDArray
 
 from perada.core.text import abbreviated, quoted
 from perada.survey.layout import (
+    ANOTHER_SIZE,
+    BACKGROUND_ONLY,
+    BLACK_AND_WHITE,
+    BLANK,
+    CLASS_NUMBERS,
+    CONTRADICTION,
+    COPY,
     FOREGROUND,
     GREYS,
-    MASK_KINDS,
+    MISSING,
     MISSPELT,
     NO_LABEL,
+    OTHER,
     OTHER_LABEL,
-    PROBLEMS,
-    REASONS,
+    OTHER_VALUES,
     Cell,
     Tally,
 )
@@ -52,38 +59,26 @@ REMEDIES_OF_LABELS = {
     NO_LABEL: "fill the labels in or add the masks, or leave these images out",
 }
 REMEDIES_OF_MASKS = {
-    MASK_KINDS[1]: "set mask_values: [0, 255] for this site, or save the number of the class as the value",
-    MASK_KINDS[2]: "save the number of each pixel's class, or set mask_values",
-    MASK_KINDS[3]: "check that masks were saved with their foreground",
-    MASK_KINDS[4]: "save masks in the size of their images",
+    BLACK_AND_WHITE: "set mask_values: [0, 255] for this site, or save the number of the class as the value",
+    OTHER_VALUES: "save the number of each pixel's class, or set mask_values",
+    BACKGROUND_ONLY: "check that masks were saved with their foreground",
+    ANOTHER_SIZE: "save masks in the size of their images",
 }
-REMEDIES_OF_PROBLEMS = dict(
-    zip(
-        PROBLEMS,
-        (
-            "remove the copies, which may be on both sides of a split",
-            "find out which label is right",
-            "leave images without content out, or check window and full_scale",
-        ),
-        strict=True,
-    )
-)
-REMEDIES_OF_REASONS = dict(
-    zip(
-        REASONS,
-        (
-            "correct the paths, or copy the files",
-            "export these files again",
-            "leave files that are no images out",
-            "decrypt them, or leave them out",
-            "leave reports and presentation states out",
-            "set full_scale to the value of white",
-            "save masks as PNG, with the number of each pixel's class",
-            "`perada data inspect` names the files",
-        ),
-        strict=True,
-    )
-)
+REMEDIES_OF_PROBLEMS = {
+    COPY: "remove the copies, which may be on both sides of a split",
+    CONTRADICTION: "find out which label is right",
+    BLANK: "leave images without content out, or check window and full_scale",
+}
+REMEDIES_OF_REASONS = {
+    MISSING: "correct the paths, or copy the files",
+    "damaged or truncated": "export these files again",
+    "no image": "leave files that are no images out",
+    "encrypted or another format": "decrypt them, or leave them out",
+    "no pixel data": "leave reports and presentation states out",
+    "values out of range": "set full_scale to the value of white",
+    "mask with colours or losses": "save masks as PNG, with the number of each pixel's class",
+    OTHER: "`perada data inspect` names the files",
+}
 
 
 def compare_with_others(own: Tally, others: Tally) -> list[str]:
@@ -93,7 +88,7 @@ def compare_with_others(own: Tally, others: Tally) -> list[str]:
         own: Tally of the site.
         others: Sum of the tallies of the other sites.
     """
-    findings = [
+    return [
         *_own_faults(own),
         *_classes(own, others),
         *_masks(own, others),
@@ -102,7 +97,6 @@ def compare_with_others(own: Tally, others: Tally) -> list[str]:
         *_greys(own, others),
         *_patients(own, others),
     ]
-    return findings
 
 
 def describe_total(total: Tally) -> list[str]:
@@ -127,10 +121,6 @@ def _where(cell: Cell, tally: Tally) -> str:
     if tally.is_noisy or tally.num_sites == 1:
         return f"({cell.describe(tally.layout.options.min_count)})"
     return f"at {cell.num_sites} of {tally.num_sites} sites"
-
-
-def _mask_remedy(kind: str) -> str:
-    return REMEDIES_OF_MASKS[kind]
 
 
 def _own_faults(tally: Tally) -> list[str]:
@@ -221,11 +211,11 @@ def _masks(own: Tally, others: Tally) -> list[str]:
     other_shares = _shares_by_name(others, "values of masks")
     for kind, share in own_shares.items():
         if kind in REMEDIES_OF_MASKS and share > FAR and other_shares.get(kind, 0.0) <= FAR:
-            findings.append(f"masks with {kind}, unlike those of the others; {_mask_remedy(kind)}")
-    another_size = own.cell("values of masks", MASK_KINDS[4])
-    if another_size.num_sites and own_shares.get(MASK_KINDS[4], 0.0) <= FAR:
+            findings.append(f"masks with {kind}, unlike those of the others; {REMEDIES_OF_MASKS[kind]}")
+    another_size = own.cell("values of masks", ANOTHER_SIZE)
+    if another_size.num_sites and own_shares.get(ANOTHER_SIZE, 0.0) <= FAR:
         count = another_size.describe(own.layout.options.min_count)
-        findings.append(f"{count} masks with {MASK_KINDS[4]}; {_mask_remedy(MASK_KINDS[4])}")
+        findings.append(f"{count} masks with {ANOTHER_SIZE}; {REMEDIES_OF_MASKS[ANOTHER_SIZE]}")
     foreground = _difference(own, others, FOREGROUND)
     if foreground > FAR:
         here = abbreviated(_main_bins(own, FOREGROUND))
@@ -233,20 +223,20 @@ def _masks(own: Tally, others: Tally) -> list[str]:
             f"the foreground of masks has {here} of the pixels, but {abbreviated(_main_bins(others, FOREGROUND))} at "
             "the others; check that foreground and background are not exchanged"
         )
-    if other_shares.get(MASK_KINDS[1], 0.0) > FAR and own_shares.get(MASK_KINDS[0], 0.0) > FAR:
-        findings.append(f"masks with the numbers of the classes, but those of the others have {MASK_KINDS[1]}")
+    if other_shares.get(BLACK_AND_WHITE, 0.0) > FAR and own_shares.get(CLASS_NUMBERS, 0.0) > FAR:
+        findings.append(f"masks with the numbers of the classes, but those of the others have {BLACK_AND_WHITE}")
     return findings
 
 
 def _masks_of_some(total: Tally) -> list[str]:
     """Return the kinds of wrong masks that some sites have."""
     findings = []
-    for kind in (MASK_KINDS[1], MASK_KINDS[2], MASK_KINDS[4]):
+    for kind in (BLACK_AND_WHITE, OTHER_VALUES, ANOTHER_SIZE):
         cell = total.cell("values of masks", kind)
         # Where all sites have 0 and 255, one option is for all of them.
-        is_common = kind == MASK_KINDS[1] and cell.num_sites == total.num_sites
+        is_common = kind == BLACK_AND_WHITE and cell.num_sites == total.num_sites
         if cell.num_sites and not is_common:
-            findings.append(f"masks with {kind} {_where(cell, total)}; {_mask_remedy(kind)}")
+            findings.append(f"masks with {kind} {_where(cell, total)}; {REMEDIES_OF_MASKS[kind]}")
     return findings
 
 

@@ -19,13 +19,16 @@ OTHER_LABEL = "other label"
 NO_LABEL = "no label"
 OTHER = "other"
 NONE = "none"
-MASK_KINDS = (
-    *("numbers of the classes", "only 0 and 255", "other values", "background only"),
-    "another size than the image",
-)
+CLASS_NUMBERS = "numbers of the classes"
+BLACK_AND_WHITE = "only 0 and 255"
+OTHER_VALUES = "other values"
+BACKGROUND_ONLY = "background only"
+ANOTHER_SIZE = "another size than the image"
+MASK_KINDS = (CLASS_NUMBERS, BLACK_AND_WHITE, OTHER_VALUES, BACKGROUND_ONLY, ANOTHER_SIZE)
 """What the values of an image's mask are."""
+MISSING = "missing"
 REASONS = (
-    *("missing", "damaged or truncated", "no image", "encrypted or another format", "no pixel data"),
+    *(MISSING, "damaged or truncated", "no image", "encrypted or another format", "no pixel data"),
     *("values out of range", "mask with colours or losses", OTHER),
 )
 """Why an image or its mask cannot be read."""
@@ -34,7 +37,10 @@ COLOURS = ("grey", "colour", "palette", "transparent", "MONOCHROME1", "MONOCHROM
 SPACINGS = (NONE, "below 0.1", "0.1 to 0.25", "0.25 to 0.5", "0.5 to 1", "1 or more")
 """Bins of the distance between rows, in mm; none if the file has none."""
 WINDOWS = ("in the file", NONE)
-PROBLEMS = ("same pixels as another image", "same pixels with another label", "one grey level only")
+COPY = "same pixels as another image"
+CONTRADICTION = "same pixels with another label"
+BLANK = "one grey level only"
+PROBLEMS = (COPY, CONTRADICTION, BLANK)
 PER_PATIENT = ("1", "2 to 4", "5 to 19", "20 or more")
 GREYS = ("darkest grey", "median grey", "brightest grey", "mean after preprocessing")
 """Blocks of grey levels: of the stored values, and of the images as they are trained."""
@@ -112,12 +118,6 @@ class Layout:
         if self.has_masks or self.several_labels:
             labels = len(self.blocks["labels"])
         return len(self.blocks) - 3 + labels + 2 + len(PROBLEMS)
-
-    def cells(self, block: str) -> slice:
-        """Return the places of a block's counts."""
-        names = self.blocks[block]
-        first = self.places[block, names[0]]
-        return slice(first, first + len(names))
 
 
 def bin_names(edges: Sequence[int]) -> tuple[str, ...]:

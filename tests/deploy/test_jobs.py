@@ -190,6 +190,15 @@ def test_a_vector_is_made_once_in_a_run_and_never_masked_twice(tmp_path):
     assert sites.jobs["site1"][JOB.digest].times == 1
 
 
+def test_a_vector_that_left_in_the_clear_is_still_masked_in_one_run_only(tmp_path):
+    sites = Sites(tmp_path, may_send=("survey",))
+    worker = sites.workers["site0"]
+    earlier = "1" * 32
+    assert code(worker.answer(request("count", earlier), "x")) == "ok"
+    sites.run()
+    assert code(worker.answer(request("keys", earlier, attempt=1), "x")) == "other"
+
+
 def test_requests_out_of_place_are_rejected(tmp_path):
     worker = Sites(tmp_path).workers["site0"]
     assert code(worker.answer(request("mask"), "x")) == "other"

@@ -189,12 +189,12 @@ class JobHandler:
         recipes is limited.
         """
         kind = site_job.job.kind
-        for run, record in self.store.totals.jobs.items():
-            if record.is_masked and record.recipe == request.recipe:
-                raise RejectionError(
-                    f"this recipe was answered in run {run}; to repeat the {kind}, approve a recipe with another name",
-                    "exhausted",
-                )
+        answered = self._find_answered(request.recipe)
+        if answered is not None:
+            raise RejectionError(
+                f"this recipe was answered in run {answered}; to repeat the {kind}, approve a recipe with another name",
+                "exhausted",
+            )
         num_left = sum(record.kind == kind and record.has_left for record in self.store.totals.jobs.values())
         if num_left >= site_job.max_jobs:
             raise RejectionError(
@@ -205,6 +205,13 @@ class JobHandler:
         reason = site_job.explain_rejection(self.store.totals.ledger)
         if reason:
             raise RejectionError(reason, "exhausted")
+
+    def _find_answered(self, recipe_digest: str) -> str | None:
+        """Return the run in which the vector of a recipe has left under masks; None if it has not."""
+        for run, record in self.store.totals.jobs.items():
+            if record.is_masked and record.recipe == recipe_digest:
+                return run
+        return None
 
     def _check_changes(self, site_job: SiteJob) -> bytes:
         """Return the digests of the site's patients.
@@ -257,9 +264,10 @@ class JobHandler:
         terms = _terms(site_job, request)
         reply = party.saved_reply(terms, message_digest)
         if reply is None:
-            if record.is_masked and request.kind in ("keys", "mask"):
+            answered = self._find_answered(request.recipe)
+            if answered is not None and request.kind in ("keys", "mask"):
                 # The difference of two sums over other sites would be the vector of a single site.
-                raise RejectionError("secure sum: the vector was already sent under masks", "other")
+                raise RejectionError(f"secure sum: the vector was already sent under masks in run {answered}", "other")
             reply = self._make_reply(party, site_job, request, terms, message_digest, record)
             # The reply is made before the commit, which may fail: a step is taken once, so its reply is made once.
             party.save_reply(terms, message_digest, reply)
