@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from perada.algorithms import Algorithm, make_algorithm
     from perada.api import finetune
     from perada.data import FederatedData, FederatedDataModule
+    from perada.evaluation.evaluate import evaluate
     from perada.federation import Evaluation, Training
     from perada.lightning import FederatedClassifier, FederatedLoop
     from perada.lightning.joining import personalize
@@ -35,6 +36,7 @@ __all__ = [
     "Privacy",
     "Run",
     "Training",
+    "evaluate",
     "finetune",
     "make_algorithm",
     "personalize",
@@ -46,6 +48,7 @@ _PUBLIC_MODULES = (
     "federation",
     "data",
     "results.run",
+    "evaluation.evaluate",
     "lightning",
     "api",
     "lightning.joining",

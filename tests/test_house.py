@@ -30,10 +30,8 @@ MODULES = {
 }
 
 # The packages, top to bottom: a module imports from its own package and from those above it.
-ROOMS = (
-    "core system tasks engine server algorithms privacy models scores federation data results survey lightning".split()
-)
-ROOMS += "api deploy studies cli".split()
+ROOMS = "core system tasks engine server algorithms privacy models scores federation data results".split()
+ROOMS += "survey evaluation lightning api deploy studies cli".split()
 LINKS = {"adapters": {"torch", "peft", "timm", "transformers"}}  # never perada's own
 FACES = {"perada", "__main__"}  # perada/__init__.py hands on public names when they are asked for
 ALSO = {"privacy": {"opacus"}, "system": {"filelock", "yaml"}}  # system reads YAML files of users, and locks files

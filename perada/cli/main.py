@@ -75,6 +75,7 @@ DEPLOY: Tree = {
 COMMANDS: Tree = {
     "fit": ("cli.main:run_subcommand", "Train, for example: perada fit --config quickstart."),
     "test": ("cli.main:run_subcommand", "Score the models of a checkpoint, also on shifted test sets."),
+    "evaluate": ("cli.evaluate:evaluate", "Score runs and weights at every client, with intervals, without training."),
     "predict": ("cli.main:predict_with_run", "Predict your own images with a run, or the test images of a recipe."),
     "check": ("cli.runs:print_problems", "Report every error and warning that a run would raise, without training."),
     "doctor": ("cli.doctor:doctor", "Print versions and facts about the machine for a bug report, and check them."),

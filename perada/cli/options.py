@@ -29,8 +29,8 @@ LINKED_SECTIONS = ("training", "distillation", "evaluation", "privacy", "client_
 """Sections of the federated loop; the parser links them to its arguments of the same names."""
 RECIPE_COMMANDS = ("fit", "test", "predict")
 """Commands that take the options of recipes."""
-SWEEP_COMMANDS = ("compare", "choose")
-"""Commands that take the options of recipes beside their own, for all of their runs."""
+SWEEP_COMMANDS = ("compare", "choose", "evaluate")
+"""Commands that take the options of recipes beside their own."""
 COMMANDS_IN_RECIPES = (*RECIPE_COMMANDS, "compare")
 """Commands that may have a section in a recipe, with options for them only."""
 UNCHECKED_COMMANDS = ("data inspect", "data survey", "clients add", "check", "completion")

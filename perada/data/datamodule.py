@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -28,7 +29,7 @@ from perada.core.rounds import (
 from perada.core.states import to_device_async
 from perada.data.batches.datasets import Resolve, SubsetResolver
 from perada.data.batches.features import FeatureCache
-from perada.data.batches.loaders import BatchLoader, WorkerPools
+from perada.data.batches.loaders import BatchLoader, WorkerPools, loader
 from perada.data.batches.mixing import Mixing
 from perada.data.batches.public import augment_public_images, public_indices
 from perada.data.batches.round_batches import EvalBatches, RoundBatches
@@ -41,7 +42,7 @@ from perada.data.final_size import read_at_size, read_clients_at_size, read_shif
 from perada.data.fingerprints import Fingerprint, fingerprint_of
 from perada.data.medical.reading import DEFAULT_READING, MedicalReading
 from perada.data.partitions import Partition
-from perada.data.partitions.division import Division, hold_out
+from perada.data.partitions.division import Division, groups_of_images, hold_out
 from perada.data.preprocessing import Preprocessing, first_image_set, preprocessing_of
 from perada.data.sets.base import ImageSet
 from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_shifts, check_movements, conditions
@@ -304,6 +305,7 @@ class FederatedDataModule(pl.LightningDataModule):
             # The record has all parts of the division, also the test images that are not used.
             self._record = self._partition_record(replace(data, test=divided.test), held_out, resolve)
             data = replace(data, test=held_out)
+        self._test_sets = data.test
         checked = check(
             data, self._num_classes, self.image_size, resolve, self.chosen_task, network_outputs=self.network_outputs
         )
@@ -603,6 +605,25 @@ class FederatedDataModule(pl.LightningDataModule):
         key = (self.prepare.seed, -1 if part == "test" else PUBLIC_STREAM)
         images, _ = store.take(batches.owners[positions], batches.indices[positions], key)
         return self.prepare(images)
+
+    def test_groups(self, client: int) -> NDArray[Any]:
+        """Return the group (N,) of each image that a client is evaluated on, such as its patient.
+
+        An image is a group by itself unless its image set has a group column.
+        """
+        self.setup()
+        return groups_of_images(self._test_sets[client])
+
+    def test_batches_of(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the images (B, ...) that a client is evaluated on as they are stored, and their labels, prepared.
+
+        Batches do not depend on the images of other clients.
+        """
+        assert self.checked.test is not None
+        store = self.checked.test.select([client])
+        batches = EvalBatches(store, self.eval_batch_size, self.prepare.seed)
+        for x, y, _ in loader(batches, store, self.num_workers):
+            yield x, self.prepare.prepare_targets(y, x)
 
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""

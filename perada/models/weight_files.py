@@ -108,6 +108,30 @@ def check_weights(backbone: str | nn.Module, pretrained: bool | str) -> None:
         weights_file(pretrained)
 
 
+def load_classifier(model: nn.Module, source: str, head: str) -> None:
+    """Load a local file of a trained classifier into a model of the same network, with its head.
+
+    Args:
+        model: The model.
+        source: See :func:`weights_file`.
+        head: Full name of the head.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file cannot be read, or its tensors are not those of the model.
+    """
+    state = _read_weights(weights_file(source), model)
+    model_state = model.state_dict()
+    head_keys = {key for key in model_state if key.startswith(f"{head}.")}
+    if not _fits_head(state, model_state, head_keys):
+        shapes = {key: list(value.shape) for key, value in model_state.items() if key in head_keys}
+        raise ValueError(
+            f"{source!r} has no trained head of this network: {type(model).__name__} with the data's classes has "
+            f"{shapes}; pass the weights of a classifier of the same classes"
+        )
+    load_weights(model, source, head)
+
+
 def load_weights(model: nn.Module, source: str, head: str) -> None:
     """Load a local file (or folder, or ``LITE0``) into a timm model or a CharLSTM, in full or not at all.
 

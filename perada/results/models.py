@@ -272,7 +272,7 @@ class Models:
         task = make_task(self.info["task"])
         # A caller may be in inference mode, in which networks can be neither changed nor searched for frozen layers.
         with torch.inference_mode(False):
-            predictor = self._make_predictor(client, prediction, check_device(device))
+            predictor = make_predictor(self, client, prediction, check_device(device))
         all_images = [PlacedImage(place, image) for place, image in enumerate(as_list(images))]
         if not all_images:
             raise ValueError("there are no images; pass at least one")
@@ -314,24 +314,6 @@ class Models:
         classes = self.info.get("classes") or [str(number) for number in range(self.info["num_classes"])]
         axis = preprocessing.medical.axis
         return Predictions(probabilities, labels, tuple(classes), paths, typical=typical, axis=axis)
-
-    def _make_predictor(
-        self, client: int | str | None, prediction: Prediction | None, device: torch.device
-    ) -> Predictor:
-        """Return what predicts images: for a client, or the global model (None); see :meth:`predict`.
-
-        Raises:
-            OptionError: If there is no client, and another model than the global one is asked for; or the client lacks
-                what it needs to predict with both models.
-        """
-        chosen = chosen_prediction(self, client, prediction)
-        if chosen.state_of_both is not None:
-            return both_predictor(self, self.number(client), chosen.state_of_both, device)
-        if client is None or chosen.prediction == "global":
-            network = self.global_model()
-        else:
-            network = self.personal(client)
-        return NetworkPredictor(network, make_task(self.info["task"]), device)
 
     @property
     def personalized(self) -> bool:
@@ -437,6 +419,31 @@ def chosen_prediction(run: Models, client: int | str | None, prediction: Predict
     if prediction != "both":
         return ChosenPrediction(prediction)
     return ChosenPrediction("both", run._required_state_of_both(client))
+
+
+def make_predictor(
+    run: Models, client: int | str | None, prediction: Prediction | None, device: torch.device
+) -> Predictor:
+    """Return what predicts images with models of a run: those of a client, or the global model (None).
+
+    Args:
+        run: The run.
+        client: Number or name of the client.
+        prediction: Models with which it predicts, as in :meth:`Models.predict`.
+        device: Device of the passes.
+
+    Raises:
+        OptionError: If there is no client, and another model than the global one is asked for; or the client lacks what
+            it needs to predict with both models.
+    """
+    chosen = chosen_prediction(run, client, prediction)
+    if chosen.state_of_both is not None:
+        return both_predictor(run, run.number(client), chosen.state_of_both, device)
+    if client is None or chosen.prediction == "global":
+        network = run.global_model()
+    else:
+        network = run.personal(client)
+    return NetworkPredictor(network, make_task(run.info["task"]), device)
 
 
 def both_predictor(run: Models, client: int, state_of_both: State, device: torch.device) -> BothModelsPredictor:

@@ -93,6 +93,10 @@ class GroupSums:
             num_groups=len(sums_of_groups), sums=sums_of_groups.sum(0), moments=sums_of_groups.T @ sums_of_groups
         )
 
+    def select(self, indices: list[int]) -> "GroupSums":
+        """Return those of some of the S sums."""
+        return GroupSums(self.num_groups, self.sums[indices], self.moments[indices][:, indices])
+
 
 def standard_error(score: ScoreOfSums, group_sums: GroupSums) -> float:
     """Return the standard error of a score by the delta method.
@@ -173,7 +177,10 @@ def share_interval(group_sums: GroupSums, level: float = LEVEL) -> Interval:
     center = (share + squared_quantile / (2 * effective_trials)) / (1 + squared_quantile / effective_trials)
     variance = share * (1 - share) / effective_trials + squared_quantile / (4 * effective_trials**2)
     margin = math.sqrt(squared_quantile * variance) / (1 + squared_quantile / effective_trials)
-    return Interval(max(0.0, center - margin), min(1.0, center + margin))
+    # Rounding could put an end beside the share.
+    low = 0.0 if share == 0 else max(0.0, center - margin)
+    high = 1.0 if share == 1 else min(1.0, center + margin)
+    return Interval(low, high)
 
 
 def ratio(sums: Tensor) -> Tensor:

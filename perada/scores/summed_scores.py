@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of predictions that follow from sums over images, and so can be resampled, pooled and given intervals."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from perada.core.states import double
 from perada.scores.intervals import ratio
-from perada.tasks import Task
+from perada.tasks import Regression, Task
 from perada.tasks.base import SummedMetric
 
 NUM_CALIBRATION_BINS = 15
@@ -28,6 +29,8 @@ class SummedScore:
         score: Computes scores (...) from sums (..., S).
         lower_is_better: Whether a lower score is better.
         is_share: Whether it is a share of successes, whose sums are successes and trials.
+        has_recalls: Whether its sums are right predictions and images of each class, as those of balanced accuracy.
+        has_counts: Whether its summands are integers.
     """
 
     name: str
@@ -35,6 +38,8 @@ class SummedScore:
     score: Callable[[Tensor], Tensor]
     lower_is_better: bool = False
     is_share: bool = False
+    has_recalls: bool = False
+    has_counts: bool = False
 
 
 DEFAULTS_WITHOUT_CLASSES = ("dice", "miou", "mae", "rmse", "mean_distance", "pck")
@@ -52,14 +57,17 @@ def summed_scores(task: Task, num_classes: int) -> list[SummedScore]:
         num_classes: Number of classes K.
     """
     if task.has_classes and not task.per_pixel:
-        scores = [SummedScore("accuracy", _Hits(task), ratio, is_share=True)]
+        scores = [SummedScore("accuracy", _Hits(task), ratio, is_share=True, has_counts=True)]
         if task.exclusive:
-            scores.append(SummedScore("balanced_accuracy", _HitsByClass(task, num_classes), _mean_of_ratios))
+            hits_by_class = _HitsByClass(task, num_classes)
+            scores.append(
+                SummedScore("balanced_accuracy", hits_by_class, _mean_of_ratios, has_recalls=True, has_counts=True)
+            )
         brier = SummedScore("brier", _SquaredErrors(task, num_classes), ratio, lower_is_better=True)
         ece = SummedScore("ece", _CalibrationBins(task), _calibration_error, lower_is_better=True)
         return [*scores, brier, ece]
     metrics = task.summed_metrics(num_classes)
-    return [_of_metric(name, metrics[name]) for name in DEFAULTS_WITHOUT_CLASSES if name in metrics]
+    return [_of_metric(name, metrics[name], task) for name in DEFAULTS_WITHOUT_CLASSES if name in metrics]
 
 
 def predictions_for(task: Task, logits: Tensor) -> Tensor:
@@ -69,14 +77,27 @@ def predictions_for(task: Task, logits: Tensor) -> Tensor:
     return task.predicted(logits)
 
 
-def _of_metric(name: str, metric: SummedMetric) -> SummedScore:
-    """Return a metric of a task as a score."""
+def _of_metric(name: str, metric: SummedMetric, task: Task) -> SummedScore:
+    """Return a metric of a task as a score, whose summands are of the order of 1.
+
+    Squares of sums are added up over sites in integers, for which numbers in large units would be too large.
+    """
+    unit = 1.0
+    if isinstance(task, Regression) and isinstance(task.std, Sequence | float | int):
+        unit = float(np.max(task.std))
 
     def summands(predictions: Tensor, targets: Tensor) -> Tensor:
-        return double(metric.summands(predictions.unsqueeze(0), targets)[0])
+        if unit != 1:
+            predictions = predictions / unit
+            targets = targets.double() / unit
+        of_images = double(metric.summands(predictions.unsqueeze(0), targets)[0])
+        if name == "miou":
+            # Pixels: as shares of the image they have the same ratios.
+            of_images = of_images / targets[0].numel()
+        return of_images
 
     def score(sums: Tensor) -> Tensor:
-        return metric.score(metric.from_sums(sums))
+        return metric.score(metric.from_sums(sums)) * unit
 
     return SummedScore(name, summands, score, metric.lower_is_better)
 
