@@ -23,7 +23,7 @@ from perada.cli.deploy_check import (
     measure_step,
 )
 from perada.cli.deploy_status import format_rounds
-from perada.cli.deployed_jobs import describe_job, is_job, is_site_job, make_site_job, run_job
+from perada.cli.deployed_jobs import describe_job, is_site_job, kind_of_recipe, make_site_job, run_job
 from perada.cli.deployed_recipes import server_recipe, site_recipe
 from perada.cli.inference import print_saved
 from perada.cli.runs import USER_ERRORS
@@ -268,7 +268,7 @@ def run_local(recipe: str, site_paths: Sequence[Path], folder: Path, terms: Term
 
 def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms, monitoring: Monitoring) -> None:
     """Run a recipe, specified as for `perada fit`, or a job without training, over a transport."""
-    if is_job(recipe):
+    if kind_of_recipe(recipe) is not None:
         print(run_job(recipe, transport, folder, terms), flush=True)
         return
     counting = _counting_transport(transport, monitoring)

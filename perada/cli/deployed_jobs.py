@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds jobs without training, such as a survey, for the parties of a deployment, and runs them at the server."""
+"""Builds jobs without training, surveys and evaluations, for the parties of a deployment; runs them at the server."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,13 @@ from jsonargparse import ArgumentParser
 
 import perada.data
 from perada.cli.deploy_status import format_measure
-from perada.cli.deployed_recipes import check_approved, class_names_of, site_images
+from perada.cli.deployed_evaluation import (
+    describe_evaluation,
+    make_site_evaluation,
+    read_evaluation,
+    write_evaluation,
+)
+from perada.cli.deployed_recipes import check_approved, check_classes_of_job, class_names_of, site_images
 from perada.cli.recipes import recipe_text
 from perada.core.checks import check_integer
 from perada.data.partitions import Partition
@@ -35,7 +42,7 @@ from perada.survey.recipe import SurveyRecipe, parse_survey
 from perada.system.files import check_output_folder
 from perada.system.yaml_files import parse_yaml
 
-JOB_SECTIONS: dict[str, JobKind] = {"survey": "survey"}
+JOB_SECTIONS: dict[str, JobKind] = {"survey": "survey", "evaluate": "evaluation"}
 """The kind of a job by the section that its recipe has, and recipes for training have not."""
 DIVISION_OPTIONS = ("partition", "train_limit", "test_limit", "seed")
 """Options of a site's data that divide a built-in data set among clients."""
@@ -49,9 +56,9 @@ def job_kind(content: dict[str, Any]) -> JobKind | None:
     return None
 
 
-def is_job(name: str) -> bool:
-    """Return whether the recipe of this name is for a job without training."""
-    return job_kind(parse_yaml(recipe_text(name), name)) is not None
+def kind_of_recipe(name: str) -> JobKind | None:
+    """Return the kind of job of the recipe of this name; None for a recipe that trains."""
+    return job_kind(parse_yaml(recipe_text(name), name))
 
 
 def is_site_job(path: Path, site_file: SiteFile) -> bool:
@@ -93,21 +100,45 @@ def make_site_job(path: Path, site_file: SiteFile) -> SiteJob:
     """
     text = path.read_bytes()
     check_approved(path, text, site_file)
-    recipe = read_survey(text, str(path))
-    job = survey_job(recipe, text)
+    check_classes_of_job(path, text, site_file)
+    site_job: SiteJob
+    if job_kind(parse_yaml(text, str(path))) == "evaluation":
+        site_job = make_site_evaluation(path, site_file, read_evaluation(text, str(path)))
+    else:
+        recipe = read_survey(text, str(path))
+        images = partial(list_site_images, site_file, recipe)
+        site_job = SiteSurvey(survey_job(recipe, text), site_file.limits, recipe.layout, images)
     approved = site_file.recipes[path].digest
-    if approved not in ("", job.digest):
-        raise ValueError(f"{str(path)!r} has the digest {job.digest}, but the site approves {approved}; correct it")
-    return SiteSurvey(job, site_file.limits, recipe.layout, partial(list_site_images, site_file, recipe))
+    if approved not in ("", site_job.job.digest):
+        raise ValueError(
+            f"{str(path)!r} has the digest {site_job.job.digest}, but the site approves {approved}; correct it"
+        )
+    return site_job
 
 
 def describe_job(path: Path, site_file: SiteFile) -> list[str]:
     """Return lines on what a job would do at a site, as `perada deploy check` prints them; the images are read."""
     text = path.read_bytes()
-    site_survey = make_site_job(path, site_file)
-    assert isinstance(site_survey, SiteSurvey)
-    digests = Approved(hashlib.sha256(text).hexdigest(), site_survey.job.digest)
+    site_job = make_site_job(path, site_file)
+    digests = Approved(hashlib.sha256(text).hexdigest(), site_job.job.digest)
     is_approved = site_file.recipes[path] == digests
+    lines = [
+        f"{path.name}: {'approved' if is_approved else 'not approved: add this to the site file'}",
+        f"sha256: {digests.sha256}",
+        f"digest: {digests.digest}",
+    ]
+    _, totals = read_runs(site_file.state, with_tensors=False)
+    rejection = site_job.explain_rejection(totals.ledger)
+    if rejection:
+        lines.append(f"will be rejected: {rejection}")
+    if isinstance(site_job, SiteSurvey):
+        recipe = read_survey(text, str(path))
+        return lines + _describe_survey(site_job, list_site_images(site_file, recipe), site_file)
+    return lines + describe_evaluation(path, site_file, read_evaluation(text, str(path)))
+
+
+def _describe_survey(site_survey: SiteSurvey, images: Sequence[SurveyedImage], site_file: SiteFile) -> list[str]:
+    """Return lines on what a survey would send of a site with these images."""
     layout = site_survey.layout
     min_sites = site_survey.job.options.min_sites
     sent = f"{layout.num_counts} counts, under masks in a sum of at least {min_sites} sites"
@@ -117,19 +148,11 @@ def describe_job(path: Path, site_file: SiteFile) -> list[str]:
     if site_survey.noise_multiplier:
         spent = epsilon_text(site_survey.budget.epsilon(site_survey.cost))
         noise = f"noise of the site's own, so that a survey spends ε ≤ {spent} {format_measure(site_file.limits)}"
-    _, totals = read_runs(site_file.state, with_tensors=False)
-    rejection = site_survey.explain_rejection(totals.ledger)
-    rejected = [f"will be rejected: {rejection}"] if rejection else []
     exact = replace(layout, options=replace(layout.options, noise_multiplier=None, min_count=1))
-    own = survey_images(list_site_images(site_file, read_survey(text, str(path))), exact)
-    counts = format_counts(Survey(own)).splitlines()
+    counts = format_counts(Survey(survey_images(images, exact))).splitlines()
     return [
-        f"{path.name}: {'approved' if is_approved else 'not approved: add this to the site file'}",
-        f"sha256: {digests.sha256}",
-        f"digest: {digests.digest}",
         f"sends {sent}; counts from 1 to {layout.options.min_count - 1} leave as 'fewer'; {noise}",
         f"at most {site_survey.max_jobs} surveys are answered (limits: max_surveys)",
-        *rejected,
         "the site's own counts, of which nothing is sent now:",
         *counts,
     ]
@@ -167,6 +190,8 @@ def _parse_division(site_data: dict[str, Any]) -> Division:
 def job_recipe_digest(name: str) -> str:
     """Return the digest of a job that sites approve."""
     text = recipe_text(name).encode()
+    if kind_of_recipe(name) == "evaluation":
+        return read_evaluation(text, name).job.digest
     return survey_job(read_survey(text, name), text).digest
 
 
@@ -178,12 +203,14 @@ def run_job(name: str, transport: Transport, folder: Path, terms: Terms) -> str:
         RejectionError: If their sum cannot be used.
     """
     text = recipe_text(name).encode()
-    recipe = read_survey(text, name)
     check_output_folder("folder", folder)
-    job_run = JobRun(survey_job(recipe, text), transport, terms)
-    result = job_run.make_sum()
+    if kind_of_recipe(name) == "evaluation":
+        evaluation = read_evaluation(text, name)
+        return write_evaluation(evaluation, JobRun(evaluation.job, transport, terms).make_sum(), folder)
+    recipe = read_survey(text, name)
+    result = JobRun(survey_job(recipe, text), transport, terms).make_sum()
     total = Tally.of_vector(recipe.layout, result.total, len(result.sites))
     rows = {site: Tally.of_vector(recipe.layout, row) for site, row in result.rows.items()}
     survey = Survey(total, rows, result.missing, result.sites)
-    page = write_survey(survey, folder, f"survey-{job_run.run[:8]}")
+    page = write_survey(survey, folder, f"survey-{result.run[:8]}")
     return f"{format_survey(survey)}\n\nWrote {page} and {page.with_suffix('.json').name}"

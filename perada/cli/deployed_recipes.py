@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jsonargparse import ArgumentParser
@@ -30,7 +30,7 @@ from perada.deploy.site.file import SiteFile
 from perada.deploy.site.split import load_splits, split_key
 from perada.system.files import Scratch, writing
 from perada.system.yaml_files import iterate_strings, parse_yaml
-from perada.tasks import Classification
+from perada.tasks import Classification, Task
 
 SHARED_DATA_OPTIONS = (
     "public",
@@ -79,6 +79,44 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
     check_approved(path, text, site_file)
     content = _parse_recipe(text, str(path))
     _check_unapproved_classes(path, text, content, site_file)
+    built = _build_with_site_data(content, site_file)
+    cli = built.cli
+    recipe = Recipe(text, cli.model, cli.loop, cli.trainer, built.data)
+
+    algorithm = cli.loop.algorithm
+    has_teachers_at_sites = algorithm.uses_distillation and not algorithm.builds_teachers
+    adds_up_logits = cli.loop.secure_sums is not None and has_teachers_at_sites
+    is_private = cli.loop.privacy is not None or cli.loop.client_privacy is not None
+    if adds_up_logits or is_private:
+        # The public images are those of the recipe as it was written, with its data set and partition.
+        original = _build_cli(content, site_file.accelerator).datamodule
+        recipe.public = _comparable_images(original) if is_private else _public_images(original)
+        recipe.prepare = original.prepare
+    return recipe
+
+
+class SiteObjects(NamedTuple):
+    """The objects of a recipe with the data of a site in place of the recipe's.
+
+    Attributes:
+        cli: The objects; its own data module has the site's image set.
+        data: The site's images, as those of a single client.
+    """
+
+    cli: PeradaCLI
+    data: FederatedDataModule
+
+
+def _build_with_site_data(content: dict[str, Any], site_file: SiteFile) -> SiteObjects:
+    """Build the objects of a recipe with the data of a site.
+
+    Args:
+        content: Content of the recipe, with names resolved.
+        site_file: Content of the site's file.
+
+    Raises:
+        ValueError: If the site's data have a class that the recipe does not name, or no such client.
+    """
     recipe_data = content.get("data") or {}
     class_names = class_names_of(recipe_data.get("dataset"))
     site_data = _site_data_options(site_file, recipe_data, class_names)
@@ -91,18 +129,72 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
     # The parser has only the class and the arguments of the task.
     options["task"] = cli.datamodule.chosen_task
     seed = site_data.get("seed", recipe_data.get("seed", parsed_data.seed))
-    recipe = Recipe(text, cli.model, cli.loop, cli.trainer, FederatedDataModule(data, **options, seed=seed))
+    return SiteObjects(cli, FederatedDataModule(data, **options, seed=seed))
 
-    algorithm = cli.loop.algorithm
-    has_teachers_at_sites = algorithm.uses_distillation and not algorithm.builds_teachers
-    adds_up_logits = cli.loop.secure_sums is not None and has_teachers_at_sites
-    is_private = cli.loop.privacy is not None or cli.loop.client_privacy is not None
-    if adds_up_logits or is_private:
-        # The public images are those of the recipe as it was written, with its data set and partition.
-        original = _build_cli(content, site_file.accelerator).datamodule
-        recipe.public = _comparable_images(original) if is_private else _public_images(original)
-        recipe.prepare = original.prepare
-    return recipe
+
+def check_classes_of_job(path: Path, text: bytes, site_file: SiteFile) -> None:
+    """Check that the recipe of a job that is not approved names only classes of perada, before anything is imported.
+
+    Args:
+        path: File of the recipe.
+        text: Its bytes.
+        site_file: Content of the site's file.
+
+    Raises:
+        ValueError: If it names others.
+    """
+    _check_unapproved_classes(path, text, _parse_recipe(text, str(path)), site_file)
+
+
+def evaluated_site(path: Path, content: dict[str, Any], site_file: SiteFile) -> SiteObjects:
+    """Build the images of a site for an evaluation, with the network of weights.
+
+    Args:
+        path: File of the recipe, which is approved.
+        content: Its sections on data and network.
+        site_file: Content of the site's file.
+
+    Raises:
+        ValueError: If the site's data do not fit.
+    """
+    return _build_with_site_data(_parse_recipe(yaml.safe_dump(content).encode(), str(path)), site_file)
+
+
+class PredictedClasses(NamedTuple):
+    """What the models of a recipe predict.
+
+    Attributes:
+        task: The task.
+        names: Names of the classes or numbers, or their positions.
+    """
+
+    task: Task
+    names: tuple[str, ...]
+
+
+def evaluated_classes(content: dict[str, Any], source: str) -> PredictedClasses:
+    """Return what the models of an evaluation predict, from its recipe alone.
+
+    Args:
+        content: Sections on data and network.
+        source: Name of the recipe in messages.
+
+    Raises:
+        ValueError: If the recipe does not name the classes.
+    """
+    resolved = _parse_recipe(yaml.safe_dump(content).encode(), source)
+    names = class_names_of((resolved.get("data") or {}).get("dataset"))
+    # Where images are, and how they are divided, is known at the sites only, so a recipe may leave it out.
+    data = {"partition": SINGLE_CLIENT} | (resolved.get("data") or {})
+    dataset_class, options = _split_class_entry(data.get("dataset"))
+    if _reads_own_images(dataset_class):
+        path_option = "table" if dataset_class == "ImageTable" else "root"
+        data["dataset"] = {"class_path": dataset_class, "init_args": {path_option: "."} | options}
+    cli = _build_cli(resolved | {"data": data}, "cpu")
+    num_classes = _count_classes(cli, names)
+    dataset = cli.datamodule.division.dataset
+    task = cli.datamodule.chosen_task or getattr(dataset, "task", None) or Classification()
+    return PredictedClasses(task, names or tuple(map(str, range(num_classes))))
 
 
 def _client_data(division: Division, site_file: SiteFile, class_names: tuple[str, ...] | None) -> FederatedData:

@@ -18,6 +18,7 @@ from perada.deploy.flower.app import check_app_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, list_runs, run_app
 from perada.deploy.monitoring import Monitoring, json_handler, json_logs, text_handler
+from perada.deploy.protocol import JobKind
 from perada.deploy.transport import Terms, Transport
 from perada.system.files import check_new_files
 
@@ -47,11 +48,11 @@ def recipe_digest(name: str) -> str:
     Raises:
         ValueError: If no site could train the recipe with the privacy that it sets.
     """
-    from perada.cli.deployed_jobs import is_job, job_recipe_digest
+    from perada.cli.deployed_jobs import job_recipe_digest, kind_of_recipe
     from perada.cli.deployed_recipes import server_recipe
     from perada.lightning.privacy_setup import check_trained_norms
 
-    if is_job(name):
+    if kind_of_recipe(name) is not None:
         return job_recipe_digest(name)
     recipe = server_recipe(name)
     recipe.build(recipe.num_classes, recipe.task)
@@ -269,18 +270,28 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
 
 def survey(parser: ArgumentParser, words: list[str]) -> None:
     """Have sites count their images, add the counts up, and print where the sites do not fit together."""
+    _run_job(parser, words, "survey")
+
+
+def evaluate(parser: ArgumentParser, words: list[str]) -> None:
+    """Have sites score models on their test images, add their summaries up, and print pooled scores."""
+    _run_job(parser, words, "evaluation")
+
+
+def _run_job(parser: ArgumentParser, words: list[str], kind: JobKind) -> None:
+    """Run a job without training over a SuperLink, or among sites in this process."""
     parser.add_argument(
         "app",
-        help="The folder `app` that `perada deploy init` wrote for the survey; with --local, the survey's recipe.",
+        help=f"The folder `app` that `perada deploy init` wrote for the {kind}; with --local, the {kind}'s recipe.",
     )
     _add_link(parser)
     parser.add_argument("--local", nargs="+", type=Path, default=[], help="Files of sites that run in this process.")
-    parser.add_argument("--folder", type=Path, default=Path("surveys"), help="Folder for the page, with --local.")
+    parser.add_argument("--folder", type=Path, default=Path(f"{kind}s"), help="Folder for the result, with --local.")
     parser.add_argument(
         "--min-sites", type=int, default=3, help="Number of sites to wait for; at least that of the secure sum."
     )
     parser.add_argument(
-        "--deadline", type=float, default=3600.0, metavar="SECONDS", help="Seconds to wait until sites have counted."
+        "--deadline", type=float, default=3600.0, metavar="SECONDS", help="Seconds to wait until sites have answered."
     )
     options = parser.parse_args(words)
     terms = Terms(min_sites=options.min_sites, deadline=options.deadline)
@@ -288,12 +299,13 @@ def survey(parser: ArgumentParser, words: list[str]) -> None:
         link = Link(options.link, options.root_certificates)
         sys.exit(run_app(Path(options.app), link, terms, Monitoring()))
     if not options.local:
-        raise ValueError("the survey has no target; set --link, or sites on this machine (--local)")
+        raise ValueError(f"the {kind} has no target; set --link, or sites on this machine (--local)")
     from perada.cli.deploy import run_local
-    from perada.cli.deployed_jobs import is_job
+    from perada.cli.deployed_jobs import JOB_SECTIONS, kind_of_recipe
 
-    if not is_job(options.app):
-        raise ValueError(f"{options.app!r} has no section survey; pass the recipe of a survey (docs/deploy.md)")
+    if kind_of_recipe(options.app) != kind:
+        section = next(section for section, job_kind in JOB_SECTIONS.items() if job_kind == kind)
+        raise ValueError(f"{options.app!r} has no section {section}; pass the recipe of a {kind} (docs/deploy.md)")
     run_local(options.app, options.local, options.folder, terms, Monitoring())
 
 

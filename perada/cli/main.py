@@ -66,6 +66,7 @@ DEPLOY: Tree = {
     "node": ("cli.flower:node", "Test a site's connection and run its SuperNode."),
     "run": ("cli.flower:run", "Start an app on a SuperLink and follow it, or run a recipe with local sites."),
     "survey": ("cli.flower:survey", "Have sites count their images before training, and say where they do not fit."),
+    "evaluate": ("cli.flower:evaluate", "Have sites score existing models on their test images, without training."),
     "runs": ("cli.flower:runs", "List the runs of a SuperLink, or stop one."),
     "status": ("cli.deploy_status:status", "Print the progress of a deployed run, or what a site has trained."),
     "audit": ("cli.audit:audit", "Print what left a site, and check that its log is intact."),

@@ -33,12 +33,14 @@ class Job:
         digest: Digest that sites approve; see :func:`job_digest`.
         options: Options of the secure sum.
         size: Length (V,) of a site's vector.
+        row_size: Length (R,) of what a site may send of its own in the clear; None if that is its vector.
     """
 
     kind: JobKind
     digest: str
     options: SecureSums
     size: int
+    row_size: int | None = None
 
 
 def job_digest(text: bytes, weights_digest: str = "") -> str:

@@ -164,11 +164,18 @@ def _predict_clients(
 ) -> tuple[list[ClientOutputs], list[str]]:
     """Return what models predict for the images of each client, and notes for the reader."""
     names = client_names(data)
+    summaries = summaries_for(list(models), data)
     unknown_clients: dict[str, list[str]] = {model: [] for model in models}
     failed: dict[str, list[str]] = {model: [] for model in models}
     outputs = []
     for client, name in enumerate(tqdm(names, disable=not progress, unit=" clients")):
-        client_outputs = outputs_of_client(models, data, client, device, unknown_clients)
+        client_models = {}
+        for model_name, model in models.items():
+            own_name = None if data.client_names is None else name
+            client_models[model_name] = model.for_client(client, own_name, device)
+            if client_models[model_name].is_global:
+                unknown_clients[model_name].append(name)
+        client_outputs = predict_client(name, client_models, data, client, summaries.scores)
         for model, model_outputs in client_outputs.models.items():
             if model_outputs.num_failed:
                 failed[model].append(name)
@@ -182,36 +189,3 @@ def _predict_clients(
             clients = abbreviated(failed[model])
             notes.append(f"Outputs of {model} are NaN or infinite, so it has no scores, at {clients}; {REMEDY}")
     return outputs, notes
-
-
-def outputs_of_client(
-    models: Mapping[str, EvaluatedModel],
-    data: FederatedDataModule,
-    client: int,
-    device: torch.device,
-    unknown_clients: Mapping[str, list[str]],
-) -> ClientOutputs:
-    """Run models on the test images of a client.
-
-    Args:
-        models: The models by name.
-        data: The data.
-        client: Number of the client.
-        device: Device of the models.
-        unknown_clients: Receives the name of the client for each run that does not know it.
-    """
-    name = client_names(data)[client]
-    summaries = summaries_for(list(models), data)
-    client_models = {}
-    for model_name, model in models.items():
-        client_models[model_name] = model.for_client(client, None if data.client_names is None else name, device)
-        if client_models[model_name].is_global:
-            unknown_clients[model_name].append(name)
-    return predict_client(
-        name,
-        client_models,
-        data.test_batches_of(client),
-        data.test_groups(client),
-        data.task,
-        summaries.scores,
-    )

@@ -45,11 +45,11 @@ class EvaluatedModel(ABC):
     """A model to evaluate."""
 
     @abstractmethod
-    def for_client(self, client: int, name: str | None, device: torch.device) -> ClientModel:
+    def for_client(self, client: int | None, name: str | None, device: torch.device) -> ClientModel:
         """Return the model as it predicts for a client.
 
         Args:
-            client: Number of the client in the data.
+            client: Number of the client in the data; None if there is no such number.
             name: Name of the client; None if clients have no names.
             device: Device of the passes.
         """
@@ -79,7 +79,7 @@ class RunModel(EvaluatedModel):
     run: Models
     prediction: Prediction | None = None
 
-    def for_client(self, client: int, name: str | None, device: torch.device) -> ClientModel:
+    def for_client(self, client: int | None, name: str | None, device: torch.device) -> ClientModel:
         """Return the model of the client, or the global one if the run has none of the client."""
         run = self.run
         task = make_task(run.info["task"])
@@ -90,18 +90,18 @@ class RunModel(EvaluatedModel):
         preprocessing = run.preprocessing
         return ClientModel(make_predictor(run, None, None, device), preprocessing, task, is_global=True)
 
-    def _number(self, client: int, name: str | None) -> int | None:
+    def _number(self, client: int | None, name: str | None) -> int | None:
         """Return the number of a client of the data in the run; None if the run has no model of it."""
         run = self.run
         if "adapter_of" in run.info:
             # A single adapter, which predicts for all.
             return 0
         names = run.info.get("clients")
-        if names and name is not None:
+        if names:
             if name not in names:
                 return None
             number = list(names).index(name)
-        elif client < run.num_clients and not names and name is None:
+        elif client is not None and client < run.num_clients:
             number = client
         else:
             return None
@@ -145,7 +145,7 @@ class NetworkModel(EvaluatedModel):
     task: Task
     num_outputs: int | None = None
 
-    def for_client(self, client: int, name: str | None, device: torch.device) -> ClientModel:
+    def for_client(self, client: int | None, name: str | None, device: torch.device) -> ClientModel:
         """Return the network."""
         return ClientModel(NetworkPredictor(self.network, self.task, device), self.preprocessing, self.task)
 

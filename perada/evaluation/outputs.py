@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What evaluated models predict for the images of one client, as far as their scores need it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from perada.data import FederatedDataModule
 from perada.evaluation.models import ClientModel
 from perada.scores.accumulation import finite_outputs
 from perada.scores.auroc import Auroc, auroc
@@ -62,28 +62,27 @@ class ClientOutputs:
 def predict_client(
     name: str,
     models: Mapping[str, ClientModel],
-    batches: Iterable[tuple[Tensor, Tensor]],
-    groups: NDArray[Any],
-    task: Task,
-    scores: list[SummedScore],
+    data: FederatedDataModule,
+    client: int,
+    scores: Sequence[SummedScore],
 ) -> ClientOutputs:
-    """Run models on the images of a client.
+    """Run models on the test images of a client.
 
     Args:
         name: Name of the client.
         models: The models by name.
-        batches: The images (B, ...) as they are stored, and their targets.
-        groups: Group (N,) of each image.
-        task: Task of the data.
+        data: The data.
+        client: Number of the client in the data.
         scores: What is computed from predictions.
     """
+    task = data.task
     keeps_probabilities = task.has_classes and not task.per_pixel
     targets_of_batches: list[Tensor] = []
     probabilities: dict[str, list[Tensor]] = {model: [] for model in models}
     summands: dict[str, dict[str, list[Tensor]]] = {model: {score.name: [] for score in scores} for model in models}
     num_failed = dict.fromkeys(models, 0)
     with torch.inference_mode():
-        for images, targets in batches:
+        for images, targets in data.test_batches_of(client):
             if keeps_probabilities:
                 targets_of_batches.append(targets)
             for model_name, model in models.items():
@@ -96,7 +95,7 @@ def predict_client(
                     probabilities[model_name].append(predictions)
                 for score in scores:
                     summands[model_name][score.name].append(score.summands(predictions, targets))
-    _, group_numbers = np.unique(groups, return_inverse=True)
+    _, group_numbers = np.unique(data.test_groups(client), return_inverse=True)
     outputs = {}
     for model_name in models:
         outputs[model_name] = ModelOutputs(

@@ -87,14 +87,14 @@ class Summaries:
         return summed_scores(self.task, len(self.class_names))
 
     @cached_property
-    def _classes(self) -> list[int]:
-        """The classes of AUROC."""
+    def auroc_classes(self) -> list[int]:
+        """The classes whose AUROC are computed."""
         return auroc_classes(self.task, len(self.class_names))
 
     @cached_property
     def fields(self) -> list[Field]:
         """The parts of a summary, in order."""
-        num_classes = len(self._classes)
+        num_classes = len(self.auroc_classes)
         fields = [Field("images", ()), Field("groups", ())]
         for model in range(len(self.models)):
             fields.append(Field(f"failed {model}", ()))
@@ -153,7 +153,7 @@ class Summaries:
                 parts[f"sums {number} {score.name}"] = group_sums.sums.numpy()
                 rows, columns = np.triu_indices(len(group_sums.sums))
                 parts[f"moments {number} {score.name}"] = group_sums.moments.numpy()[rows, columns]
-            if self._classes:
+            if self.auroc_classes:
                 parts[f"histograms {number}"] = self._histograms(outputs, model)
         for number, (first, second) in enumerate(pairs_of(self.models)):
             if not {first, second} <= scored:
@@ -162,7 +162,7 @@ class Summaries:
                 first_sums = sums_of_models[first][score.name]
                 second_sums = sums_of_models[second][score.name]
                 parts[f"cross {number} {score.name}"] = (first_sums.T @ second_sums).numpy()
-        if self._classes and outputs.num_images:
+        if self.auroc_classes and outputs.num_images:
             parts["influences"] = self._influences(outputs, scored)
         return np.concatenate([_rounded(field, parts.get(field.name)) for field in self.fields])
 
@@ -171,7 +171,7 @@ class Summaries:
         probabilities = outputs.models[model].probabilities
         assert probabilities is not None and outputs.targets is not None
         histograms = []
-        for k in self._classes:
+        for k in self.auroc_classes:
             labels = ClassLabels.of(self.task, outputs.targets, k)
             bins = score_bins(probabilities[:, k].numpy())
             kinds = (labels.has_class, labels.is_known & ~labels.has_class)
@@ -185,10 +185,10 @@ class Summaries:
         weights make the contributions of clients of one kind proportional to their numbers of images. An AUROC without
         a variance contributes zeros.
         """
-        of_images = np.zeros((len(self.models), len(self._classes), outputs.num_images))
+        of_images = np.zeros((len(self.models), len(self.auroc_classes), outputs.num_images))
         for number, model in enumerate(self.models):
             if model in scored:
-                for place, k in enumerate(self._classes):
+                for place, k in enumerate(self.auroc_classes):
                     of_images[number, place] = class_auroc(outputs, model, self.task, k).influences
         of_images = of_images.reshape(-1, outputs.num_images) * outputs.num_images
         of_images = np.where(np.isfinite(of_images).all(1, keepdims=True), of_images, 0.0)
@@ -213,7 +213,7 @@ class Summaries:
             has_failed = bool(parts[f"failed {number}"])
             for score in self.scores:
                 rows += self._score_rows(maker, parts, number, score, has_failed)
-            if self._classes:
+            if self.auroc_classes:
                 rows += self._auroc_rows(maker, parts, number, has_failed)
         for number, (first, second) in enumerate(pairs_of(self.models)):
             places = (self.models.index(first), self.models.index(second))
@@ -221,7 +221,7 @@ class Summaries:
                 continue
             for score in self.scores:
                 rows.append(self._difference_row(maker, parts, number, places, score))
-            if self._classes:
+            if self.auroc_classes:
                 rows.append(self._auroc_difference_row(maker, parts, places))
         return rows
 
@@ -287,7 +287,7 @@ class Summaries:
                 interval = NO_INTERVAL
                 if each.fewest:
                     interval = auroc_interval(each.value, math.sqrt(covariance[place, place]), each.fewest)
-                name = self.class_names[self._classes[place]]
+                name = self.class_names[self.auroc_classes[place]]
                 rows.append(maker.row(model, AUROC, each.value, interval, each.fewest, class_name=name))
         return rows
 
@@ -306,7 +306,7 @@ class Summaries:
             parts: The parts of the sum of summaries.
             aurocs_of_models: AUROC of each class of the models, by the number of the model.
         """
-        num_classes = len(self._classes)
+        num_classes = len(self.auroc_classes)
         rows: list[int] = []
         errors: list[float] = []
         for number, found in aurocs_of_models.items():

@@ -73,8 +73,8 @@ def write_app(folder: Path, name: str, recipe_text: str, digest: str, host: str)
     """
     check_app_target(folder, name)
     recipe = parse_yaml(recipe_text, "the recipe")
-    # A survey always is a secure sum.
-    uses_secure_sums = recipe.get("secure_sums") is not None or "survey" in recipe
+    # A job without training is always a secure sum.
+    uses_secure_sums = recipe.get("secure_sums") is not None or not {"survey", "evaluate"}.isdisjoint(recipe)
     layout_line = 'layout: "{class}/*"              # "{class}/{group}_*" keeps all images of a patient on one side'
     if _uses_class(recipe, "ImageMasks"):
         layout_line = "# root has the folders images and masks, with the same names in both"

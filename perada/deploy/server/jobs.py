@@ -34,7 +34,7 @@ class JobResult:
         run: Id of the run of the job.
         sites: Names of the sites in the sum.
         total: Sum (V,) of their vectors.
-        rows: Vectors (V,) of the sites that let theirs leave in the clear, by name.
+        rows: What the sites that allow it have sent of their own in the clear (R,), by name.
         missing: Codes of connected sites that are not in the sum, by name.
     """
 
@@ -91,9 +91,10 @@ class JobRun:
         total = decode_counts(vector_sum.total, len(sites))
         self._send_back(sites, total)
         rows = {}
+        row_size = self.job.size if self.job.row_size is None else self.job.row_size
         for name in sites:
             row = counted[name][0].facts.get("row")
-            if row is not None and len(row) == self.job.size:
+            if row is not None and len(row) == row_size:
                 rows[name] = np.array(row, dtype=np.int64)
         missing = {name: code for name, code in self._failed.items() if name not in sites}
         return JobResult(self.run, sites, total, rows, missing)

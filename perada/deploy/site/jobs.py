@@ -109,6 +109,10 @@ class SiteJob(ABC):
         """Return how many patients differ between two results of :meth:`digests_of_patients`."""
         return 0
 
+    def own_row(self, vector: list[int]) -> list[int]:
+        """Return what leaves in the clear if the site's file allows it (R,), by default the vector."""
+        return vector
+
     def compare(self, own_vector: Sequence[int], total: Counts, num_sites: int) -> list[str]:
         """Return how the site differs from the others, for its own log.
 
@@ -172,7 +176,7 @@ class JobHandler:
             raise RejectionError(f"run {request.run} was begun with another recipe", "other")
         facts: dict[str, Any] = {}
         if site_job.permission in self.permissions.may_send:
-            facts["row"] = record.vector
+            facts["row"] = site_job.own_row(record.vector)
             record = replace(record, is_open=True)
         self._commit(site_job, request.run, record)
         keys: dict[str, Any] = {}
