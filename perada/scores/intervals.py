@@ -34,6 +34,8 @@ _LARGEST_BCA = 2000
 """Number of groups above which the bootstrap takes percentiles: the jackknife of BCa grows with its square."""
 _NUMBERS_AT_ONCE = 10**6
 """Numbers of drawn groups that are in memory at a time."""
+_LEAST_ERROR = 1e-9
+"""Largest standard error that may be one of 0 and rounding."""
 _STEP = 1e-5
 """Relative step of numerical derivatives."""
 
@@ -140,8 +142,11 @@ def student_interval(
     highest: float = math.inf,
     level: float = LEVEL,
 ) -> Interval:
-    """Return the interval of a score with a standard error that was estimated from some groups, within its range."""
-    if not math.isfinite(error):
+    """Return the interval of a score with a standard error that was estimated from some groups, within its range.
+
+    There is none if the error is 0, but for rounding: that groups do not differ does not make the score certain.
+    """
+    if not error > _LEAST_ERROR or math.isinf(error):
         return NO_INTERVAL
     margin = quantile(level, num_groups - 1) * error
     return Interval(max(lowest, value - margin), min(highest, value + margin))

@@ -4,6 +4,7 @@
 import hashlib
 import json
 import logging
+import math
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from perada.cli.deployed_jobs import job_recipe_digest
 from perada.cli.main import main
 from perada.data import FederatedDataModule, Images
 from perada.data.partitions import ByDomain
-from perada.deploy.state import SiteStore
+from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, SiteStore
 from perada.evaluation.recipe import model_digest
+from perada.privacy.accounting import history_epsilon
 from tests.rejections import raises_naming
 
 SITES = ("east", "north", "south", "west")
@@ -194,6 +196,22 @@ def test_an_approved_evaluation_is_answered_once(trained, tmp_path, capsys):
         federation.evaluate("--deadline", "0.5")
     federation.content["evaluate"]["name"] = "again"
     federation.write_recipe()
+    with raises_naming(TimeoutError, "exhausted"):
+        federation.evaluate("--deadline", "0.5")
+
+
+def test_the_ledger_of_training_images_is_not_spent_by_scores_of_test_images(trained, tmp_path):
+    limits = {site: {"limits": {"max_epsilon": 3}} for site in SITES}
+    Federation(trained, tmp_path, **limits).evaluate()
+    store = SiteStore(tmp_path / "north" / "state")
+    assert not store.totals.ledger.history(IMAGES_LEDGER)
+    assert math.isinf(history_epsilon(store.totals.ledger.history(SITE_LEDGER), 1e-5, "rdp"))
+    store.close()
+
+
+def test_a_site_that_is_protected_as_a_whole_is_not_evaluated(trained, tmp_path):
+    limits = {site: {"limits": {"max_site_epsilon": 3}} for site in SITES}
+    federation = Federation(trained, tmp_path, **limits)
     with raises_naming(TimeoutError, "exhausted"):
         federation.evaluate("--deadline", "0.5")
 

@@ -15,6 +15,7 @@ from perada.scores.intervals import (
     ratio,
     share_interval,
     standard_error,
+    student_interval,
     sum_groups,
 )
 
@@ -86,6 +87,8 @@ def test_bootstrap_is_scipys_of_groups():
 def test_no_interval_pretends_certainty(rows):
     equal = torch.tensor([[0.5, 1.0]] * rows)
     assert all(map(math.isnan, bootstrap_interval(equal, ratio, seed=0)))
+    error = standard_error(ratio, GroupSums.of(equal))
+    assert all(map(math.isnan, student_interval(0.5, error, rows)))
 
 
 def test_many_groups_take_percentiles():

@@ -27,6 +27,7 @@ class SiteEvaluation(SiteJob):
 
     permission = "scores"
     limit_name = "max_evaluations"
+    is_of_training_images = False
 
     def __init__(self, job: Job, limits: Limits, summaries: Summaries, predict: Callable[[], ClientOutputs]) -> None:
         super().__init__(job, limits)

@@ -48,12 +48,15 @@ class SiteJob(ABC):
         limit_name: Option of the site's limits that is the largest number of jobs of this kind.
         noise_multiplier: Noise in its vectors, relative to the largest change by one patient; 0 for none.
         min_changes: Smallest number of patients by which two jobs may differ, if they differ; 0 for any.
+        is_of_training_images: Whether the ε of single images covers its vectors. As in training, it does not cover
+            scores of test images, which only the ledger of the site as a whole counts.
     """
 
     permission: str
     limit_name: str
     noise_multiplier: float = 0.0
     min_changes: int = 0
+    is_of_training_images: bool = True
 
     def __init__(self, job: Job, limits: Limits) -> None:
         self.job = job
@@ -77,6 +80,8 @@ class SiteJob(ABC):
                 f"max_site_epsilon={limits.max_site_epsilon:g} limits what is learnt of the site as a whole, which no "
                 f"{kind} protects"
             )
+        if not self.is_of_training_images:
+            return ""
         if limits.max_epsilon is None:
             if self.noise_multiplier:
                 return f"the {kind} has noise, so the site must limit its ε: set limits: max_epsilon"
@@ -249,7 +254,7 @@ class JobHandler:
             noise = site_job.noise_multiplier
             if noise:
                 ledger.add(IMAGES_LEDGER, noise, 1.0, 1)
-            else:
+            elif site_job.is_of_training_images:
                 add_step_without_noise(ledger, IMAGES_LEDGER)
             add_step_without_noise(ledger, SITE_LEDGER)
         jobs = {run: record}
