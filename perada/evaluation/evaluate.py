@@ -176,16 +176,16 @@ def _predict_clients(
             if client_models[model_name].is_global:
                 unknown_clients[model_name].append(name)
         client_outputs = predict_client(name, client_models, data, client, summaries.scores)
-        for model, model_outputs in client_outputs.models.items():
+        for model_name, model_outputs in client_outputs.models.items():
             if model_outputs.num_failed:
-                failed[model].append(name)
+                failed[model_name].append(name)
         outputs.append(client_outputs)
     notes = []
-    for model in models:
-        if unknown_clients[model]:
-            clients = abbreviated(unknown_clients[model])
-            notes.append(f"{model} does not know these clients, for which its global model predicts: {clients}")
-        if failed[model]:
-            clients = abbreviated(failed[model])
-            notes.append(f"Outputs of {model} are NaN or infinite, so it has no scores, at {clients}; {REMEDY}")
+    for model_name in models:
+        if unknown_clients[model_name]:
+            clients = abbreviated(unknown_clients[model_name])
+            notes.append(f"{model_name} does not know these clients, for which its global model predicts: {clients}")
+        if failed[model_name]:
+            clients = abbreviated(failed[model_name])
+            notes.append(f"Outputs of {model_name} are NaN or infinite, so it has no scores, at {clients}; {REMEDY}")
     return outputs, notes

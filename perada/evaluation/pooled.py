@@ -185,12 +185,14 @@ class Summaries:
         weights make the contributions of clients of one kind proportional to their numbers of images. An AUROC without
         a variance contributes zeros.
         """
-        of_images = np.zeros((len(self.models), len(self.auroc_classes), outputs.num_images))
-        for number, model in enumerate(self.models):
-            if model in scored:
-                for place, k in enumerate(self.auroc_classes):
-                    of_images[number, place] = class_auroc(outputs, model, self.task, k).influences
-        of_images = of_images.reshape(-1, outputs.num_images) * outputs.num_images
+        rows = []
+        for model in self.models:
+            for k in self.auroc_classes:
+                if model in scored:
+                    rows.append(class_auroc(outputs, model, self.task, k).influences)
+                else:
+                    rows.append(np.zeros(outputs.num_images))
+        of_images = np.array(rows) * outputs.num_images
         of_images = np.where(np.isfinite(of_images).all(1, keepdims=True), of_images, 0.0)
         of_groups = np.zeros((len(of_images), outputs.num_groups))
         for row, influences in enumerate(of_images):

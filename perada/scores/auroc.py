@@ -45,7 +45,7 @@ class Auroc:
         Args:
             groups: Group (N,) of each image, such as its patient; by default each image is one.
         """
-        influences = self.influences
+        influences: NDArray[Any] = self.influences
         if groups is not None:
             _, index = np.unique(groups, return_inverse=True)
             influences = np.bincount(index, weights=influences)

@@ -231,6 +231,15 @@ def test_a_model_with_nan_has_no_scores_and_the_others_keep_theirs(tiny):
     assert any("broken" in note and "1" in note for note in result.notes)
 
 
+def test_a_client_without_test_images_has_no_rows(run, tiny):
+    data = tiny.data()
+    images, labels = data.test[2].tensors
+    data.test[2] = TensorDataset(images[:0], labels[:0])
+    result = perada.evaluate({"ours": run}, data)
+    assert "2" not in {row.client for row in result.rows}
+    assert result.find("pooled", "ours", "accuracy").images == 24
+
+
 def test_several_labels_of_which_some_are_unknown():
     random = torch.Generator().manual_seed(0)
     images = torch.randn(60, 1, 4, 4, generator=random)
