@@ -37,7 +37,7 @@ from perada.results.report import epsilon_text
 from perada.survey.counting import survey_images
 from perada.survey.images import SurveyedImage, images_of_clients, images_of_source
 from perada.survey.layout import Tally
-from perada.survey.page import Survey, format_counts, format_survey, write_survey
+from perada.survey.page import Survey, format_survey, write_survey
 from perada.survey.recipe import SurveyRecipe, parse_survey
 from perada.system.files import check_output_folder
 from perada.system.yaml_files import parse_yaml
@@ -149,7 +149,7 @@ def _describe_survey(site_survey: SiteSurvey, images: Sequence[SurveyedImage], s
         spent = epsilon_text(site_survey.budget.epsilon(site_survey.cost))
         noise = f"noise of the site's own, so that a survey spends ε ≤ {spent} {format_measure(site_file.limits)}"
     exact = replace(layout, options=replace(layout.options, noise_multiplier=None, min_count=1))
-    counts = format_counts(Survey(survey_images(images, exact))).splitlines()
+    counts = format_survey(Survey(survey_images(images, exact))).splitlines()
     return [
         f"sends {sent}; counts from 1 to {layout.options.min_count - 1} leave as 'fewer'; {noise}",
         f"at most {site_survey.max_jobs} surveys are answered (limits: max_surveys)",

@@ -190,7 +190,7 @@ def _classes_of_some(total: Tally) -> list[str]:
     nowhere = [name for name, cell in cells.items() if not cell.num_sites]
     findings = []
     if nowhere:
-        findings.append(f"no site has images of {quoted(nowhere)}; check the spelling in the recipe")
+        findings.append(f"no images of {quoted(nowhere)} anywhere; check the spelling in the recipe")
     at_some = []
     for name, cell in cells.items():
         if not total.is_noisy and 0 < cell.num_sites < total.num_sites:

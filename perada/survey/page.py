@@ -42,13 +42,18 @@ class Survey:
 
 
 def format_counts(survey: Survey) -> str:
-    """Format all counts that are not zero as a table, with a column for each known site and one for the sum."""
+    """Format all counts that are not zero as a table, with a column for each known site and one for the sum.
+
+    Of a single site without a column of its own, the sum is the site's.
+    """
     min_count = survey.total.layout.options.min_count
     rows = []
     for block, name, cell in survey.total.rows():
         cells = [row.cell(block, name).describe(min_count) for row in survey.rows.values()]
         sites = "" if survey.total.is_noisy else f"{cell.num_sites} of {survey.total.num_sites}"
         rows.append([block, name, *cells, cell.describe(min_count), sites])
+    if survey.total.num_sites == 1:
+        return table(["", "count of", "images"], [row[:3] for row in rows], left_columns=2)
     return table(["", "count of", *survey.rows, TOGETHER, "at sites"], rows, left_columns=2)
 
 
@@ -57,15 +62,16 @@ def format_findings(survey: Survey) -> str:
     lines = []
     for name, findings in survey.findings().items():
         for finding in findings:
-            lines.append(f"- {printable(name)}: {printable(finding)}")
-    return "\n".join(lines) or "- Nothing: as far as counts show it, the images fit together."
+            subject = "" if survey.total.num_sites == 1 else f"{printable(name)}: "
+            lines.append(f"- {subject}{printable(finding)}")
+    return "\n".join(lines) or "- Nothing, as far as counts show it."
 
 
 def format_survey(survey: Survey) -> str:
     """Format a survey as a page of Markdown."""
     total = survey.total
     parts = ["## What does not fit", "", format_findings(survey), ""]
-    if len(survey.rows) < total.num_sites:
+    if len(survey.rows) < total.num_sites > 1:
         parts += [
             "Only sums are known of sites without a column. Each site's own log says how it differs from the others.",
             "",
