@@ -462,6 +462,7 @@ def test_the_digest_covers_frozen_weights_and_text(tiny, tmp_path):
     def digest(text=b"a recipe", add=None):
         recipe = Parties(tiny, tmp_path, net=tiny.net, module={"adapter": "head"}).recipe()
         recipe.text = text
+        recipe.data.setup()
         recipe.build(3, Classification())
         if add is not None:
             trained = {key for key, value in recipe.module.model.named_parameters() if value.requires_grad}
