@@ -14,12 +14,13 @@ from perada.deploy.server.jobs import JobResult
 from perada.deploy.site.evaluation import SiteEvaluation
 from perada.deploy.site.file import SiteFile
 from perada.evaluation.evaluate import Evaluable, ModelChoice, open_model
-from perada.evaluation.outputs import ClientOutputs, predict_client
+from perada.evaluation.outputs import ClientOutputs, digests_of_groups, predict_client
 from perada.evaluation.pooled import Summaries
 from perada.evaluation.recipe import EvaluationRecipe, check_model_files, parse_evaluation
 from perada.evaluation.result import EvaluationResult
 from perada.evaluation.rows import POOLED
 from perada.evaluation.site_rows import decode_rows, row_size
+from perada.survey.changes import DIGEST_BYTES
 from perada.system.yaml_files import parse_yaml
 
 
@@ -68,8 +69,20 @@ def make_site_evaluation(path: Path, site_file: SiteFile, evaluation: Evaluation
         ValueError: If a model is not the one that the recipe names.
     """
     check_model_files(evaluation.recipe, path.parent)
-    predict = partial(predict_at_site, path, site_file, evaluation)
-    return SiteEvaluation(evaluation.job, site_file.limits, evaluation.summaries, predict)
+    return SiteEvaluation(
+        evaluation.job,
+        site_file.limits,
+        evaluation.summaries,
+        predict=partial(predict_at_site, path, site_file, evaluation),
+        list_patients=partial(digests_at_site, path, site_file, evaluation),
+    )
+
+
+def digests_at_site(path: Path, site_file: SiteFile, evaluation: Evaluation) -> bytes:
+    """Return digests of the patients of a site's test images."""
+    site = evaluated_site(path, evaluation.recipe.content, site_file)
+    _check_classes(site, evaluation.summaries)
+    return digests_of_groups(site.data, 0, DIGEST_BYTES)
 
 
 def predict_at_site(path: Path, site_file: SiteFile, evaluation: Evaluation) -> ClientOutputs:

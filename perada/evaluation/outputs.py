@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What evaluated models predict for the images of one client, as far as their scores need it."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,6 +120,26 @@ def _check_shape(model_name: str, predictions: Tensor, targets: Tensor, task: Ta
             f"{model_name} predicts masks of {tuple(predictions.shape[-2:])} pixels, but those of the data have "
             f"{tuple(targets.shape[-2:])}; set data.image_size to the size that the model was trained with"
         )
+
+
+def digests_of_groups(data: FederatedDataModule, client: int, num_bytes: int) -> bytes:
+    """Return the digests of the groups of a client's test images, of their pixels and targets, in order.
+
+    Args:
+        data: The data.
+        client: Number of the client.
+        num_bytes: Bytes of each digest.
+    """
+    groups = data.test_groups(client)
+    images_of_group: dict[Any, list[bytes]] = {}
+    position = 0
+    for images, targets in data.test_batches_of(client):
+        for image, target in zip(images, targets, strict=True):
+            content = image.contiguous().numpy().tobytes() + target.contiguous().numpy().tobytes()
+            images_of_group.setdefault(groups[position], []).append(hashlib.sha256(content).digest())
+            position += 1
+    digests = [hashlib.sha256(b"".join(sorted(images))).digest() for images in images_of_group.values()]
+    return b"".join(sorted(digest[:num_bytes] for digest in digests))
 
 
 def auroc_classes(task: Task, num_classes: int) -> list[int]:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -123,7 +124,7 @@ class Federation:
 
     def evaluate(self, *options):
         output = self.folder / "evaluations"
-        words = ["--local", *map(str, self.files), "--folder", str(output), "--min-sites", "4", *options]
+        words = ["--local", *map(str, self.files), "--folder", str(output), *(options or ("--min-sites", "4"))]
         main(["deploy", "evaluate", str(self.recipe), *words])
         (record,) = output.glob("*/evaluation.json")
         return json.loads(record.read_text())
@@ -193,11 +194,11 @@ def test_an_approved_evaluation_is_answered_once(trained, tmp_path, capsys):
     federation = Federation(trained, tmp_path, **{site: {"limits": {"max_evaluations": 1}} for site in SITES})
     federation.evaluate()
     with raises_naming(TimeoutError, "exhausted"):
-        federation.evaluate("--deadline", "0.5")
+        federation.evaluate("--min-sites", "4", "--deadline", "0.5")
     federation.content["evaluate"]["name"] = "again"
     federation.write_recipe()
     with raises_naming(TimeoutError, "exhausted"):
-        federation.evaluate("--deadline", "0.5")
+        federation.evaluate("--min-sites", "4", "--deadline", "0.5")
 
 
 def test_the_ledger_of_training_images_is_not_spent_by_scores_of_test_images(trained, tmp_path):
@@ -209,11 +210,29 @@ def test_the_ledger_of_training_images_is_not_spent_by_scores_of_test_images(tra
     store.close()
 
 
+@pytest.mark.parametrize(("num_patients", "rejected"), [(0, False), (1, True), (5, False)])
+def test_two_evaluations_do_not_differ_by_few_patients(trained, tmp_path, num_patients, rejected):
+    root = tmp_path / "images"
+    shutil.copytree(trained / "all" / "north", root)
+    data = {"root": str(root), "layout": "{split}/{class}/{group}_*"}
+    federation = Federation(trained, tmp_path, north={"data": data})
+    federation.evaluate()
+    for patient in range(num_patients):
+        for image in (root / "test").rglob(f"test{patient}of1_*.png"):
+            image.unlink()
+    federation.content["evaluate"]["name"] = "again"
+    federation.write_recipe()
+    shutil.rmtree(tmp_path / "evaluations")
+    words = ["--min-sites", "3", "--deadline", "20"]
+    record = federation.evaluate(*words)
+    assert any("north (exhausted)" in note for note in record["notes"]) == rejected
+
+
 def test_a_site_that_is_protected_as_a_whole_is_not_evaluated(trained, tmp_path):
     limits = {site: {"limits": {"max_site_epsilon": 3}} for site in SITES}
     federation = Federation(trained, tmp_path, **limits)
     with raises_naming(TimeoutError, "exhausted"):
-        federation.evaluate("--deadline", "0.5")
+        federation.evaluate("--min-sites", "4", "--deadline", "0.5")
 
 
 def test_another_model_than_approved_is_not_evaluated(trained, tmp_path):

@@ -8,11 +8,13 @@ import numpy as np
 from perada.deploy.jobs import Counts, Job
 from perada.deploy.site.file import Limits
 from perada.deploy.site.jobs import SiteJob
+from perada.deploy.site.survey import MIN_CHANGES
 from perada.evaluation.outputs import ClientOutputs
 from perada.evaluation.pooled import Summaries
 from perada.evaluation.result import format_row
 from perada.evaluation.rows import POOLED, ScoreRow
 from perada.evaluation.site_rows import encode_rows
+from perada.survey.changes import count_changes
 
 
 class SiteEvaluation(SiteJob):
@@ -23,16 +25,34 @@ class SiteEvaluation(SiteJob):
         limits: Limits of the site.
         summaries: Layout of what the site adds to the sum.
         predict: Runs the models on the site's test images.
+        list_patients: Returns digests of the patients of these images, each of :data:`.DIGEST_BYTES`.
     """
 
     permission = "scores"
     limit_name = "max_evaluations"
     is_of_training_images = False
+    min_changes = MIN_CHANGES
 
-    def __init__(self, job: Job, limits: Limits, summaries: Summaries, predict: Callable[[], ClientOutputs]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        limits: Limits,
+        summaries: Summaries,
+        predict: Callable[[], ClientOutputs],
+        list_patients: Callable[[], bytes],
+    ) -> None:
         super().__init__(job, limits)
         self.summaries = summaries
         self._predict = predict
+        self._list_patients = list_patients
+
+    def digests_of_patients(self) -> bytes:
+        """Return digests of the patients of the site's test images."""
+        return self._list_patients()
+
+    def count_changes(self, before: bytes, after: bytes) -> int:
+        """Return how many patients differ between two evaluations."""
+        return count_changes(before, after)
 
     def make_vector(self) -> list[int]:
         """Return the summary of the models' predictions for the site's test images."""
