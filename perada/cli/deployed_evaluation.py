@@ -10,9 +10,11 @@ import numpy as np
 from perada.cli.deployed_recipes import SiteObjects, evaluated_classes, evaluated_site
 from perada.core.text import abbreviated, printable
 from perada.deploy.jobs import Job, job_digest
+from perada.deploy.protocol import RejectionError
 from perada.deploy.server.jobs import JobResult
 from perada.deploy.site.evaluation import SiteEvaluation
 from perada.deploy.site.file import SiteFile
+from perada.deploy.sums.vector import SPOILED
 from perada.evaluation.evaluate import Evaluable, ModelChoice, open_model
 from perada.evaluation.outputs import ClientOutputs, digests_of_groups, predict_client
 from perada.evaluation.pooled import Summaries
@@ -149,7 +151,13 @@ def write_evaluation(evaluation: Evaluation, result: JobResult, folder: Path) ->
         evaluation: The evaluation.
         result: The sum over sites, and the rows of those that have sent theirs.
         folder: Folder for a subfolder with the files.
+
+    Raises:
+        RejectionError: If the sum is not that of images.
     """
+    impossible = evaluation.summaries.find_impossible(result.total)
+    if impossible:
+        raise RejectionError(f"{SPOILED} no images have its {impossible!r}", "other")
     rows = []
     for site, integers in sorted(result.rows.items()):
         rows += decode_rows(evaluation.summaries, site, integers.tolist())

@@ -199,6 +199,28 @@ class Summaries:
             of_groups[row] = np.bincount(outputs.groups, weights=influences, minlength=outputs.num_groups)
         return np.concatenate([(of_images**2).sum(1, keepdims=True), of_groups @ of_groups.T], 1)
 
+    def find_impossible(self, total: Integers) -> str:
+        """Return the part of a sum of summaries that no images can have; "" if there is none.
+
+        A dishonest site of a deployment may have added any numbers.
+        """
+        parts = self._unpack(total)
+        images = float(parts["images"])
+        if not 0 <= parts["groups"] <= images:
+            return "groups"
+        for number in range(len(self.models)):
+            for score in self.scores:
+                moments = self._group_sums(parts, number, score).moments.diagonal()
+                if bool((moments < 0).any()):
+                    return f"moments {number} {score.name}"
+            if self.auroc_classes:
+                histograms = parts[f"histograms {number}"]
+                if (histograms < 0).any() or (histograms.sum((1, 2)) > images).any():
+                    return f"histograms {number}"
+        if self.auroc_classes and (parts["influences"][:, 0] < 0).any():
+            return "influences"
+        return ""
+
     def rows(self, client: str, total: Integers) -> list[ScoreRow]:
         """Return the rows of a sum of summaries.
 
@@ -317,8 +339,8 @@ class Summaries:
         without_groups = parts["influences"][rows, 0]
         products = parts["influences"][:, 1:][np.ix_(rows, rows)]
         variances = products.diagonal()
-        deviations = np.sqrt(variances)
         with np.errstate(divide="ignore", invalid="ignore"):
+            deviations = np.sqrt(variances)
             design_effects = np.where(without_groups > 0, variances / without_groups, 1.0)
             correlations = products / np.outer(deviations, deviations)
         # Those of classes of which no client has both kinds of images are not known.

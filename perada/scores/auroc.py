@@ -168,8 +168,24 @@ def score_bins(probabilities: Floats) -> NDArray[np.int64]:
 
 
 def auroc_of_histograms(positives: NDArray[np.int64], negatives: NDArray[np.int64]) -> Auroc:
-    """Compute the AUROC from the numbers (B,) of images with and without the class in each bin of scores."""
-    bins = np.arange(len(positives))
-    scores = np.concatenate([np.repeat(bins, positives), np.repeat(bins, negatives)]).astype(float)
-    labels = np.arange(len(scores)) < positives.sum()
-    return auroc(scores, labels)
+    """Compute the AUROC from the numbers (B,) of images with and without the class in each bin of scores.
+
+    Returns:
+        The AUROC, with influences (2 B,) of all images of a bin together, of which only the sum of squares has a
+        meaning.
+    """
+    num_positive = int(positives.sum())
+    num_negative = int(negatives.sum())
+    if not num_positive or not num_negative:
+        return Auroc(math.nan, np.full(2 * len(positives), math.nan), fewest=0)
+    # The share of negatives below a positive of a bin, and of positives above a negative.
+    placements_of_positives = (negatives.cumsum() - negatives / 2) / num_negative
+    placements_of_negatives = 1 - (positives.cumsum() - positives / 2) / num_positive
+    value = float(positives @ placements_of_positives / num_positive)
+    parts = []
+    for counts, placements, num_images in (
+        (positives, placements_of_positives, num_positive),
+        (negatives, placements_of_negatives, num_negative),
+    ):
+        parts.append(np.sqrt(counts) * (placements - value) / num_images * _small_sample_factor(num_images))
+    return Auroc(value, np.concatenate(parts), fewest=min(num_positive, num_negative))

@@ -19,6 +19,8 @@ from perada.cli.deployed_jobs import job_recipe_digest
 from perada.cli.main import main
 from perada.data import FederatedDataModule, Images
 from perada.data.partitions import ByDomain
+from perada.deploy.protocol import RejectionError
+from perada.deploy.site.evaluation import SiteEvaluation
 from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, SiteStore
 from perada.evaluation.recipe import model_digest
 from perada.privacy.accounting import history_epsilon
@@ -327,6 +329,19 @@ def test_a_recipe_of_another_kind_is_no_evaluation(trained, tmp_path):
         main(["deploy", "evaluate", "digits", "--local", str(federation.files[0])])
     with raises_naming(ValueError, federation.recipe, "survey"):
         main(["deploy", "survey", str(federation.recipe), "--local", str(federation.files[0])])
+
+
+def test_a_sum_that_a_site_has_spoiled_is_rejected(trained, tmp_path, monkeypatch):
+    federation = Federation(trained, tmp_path)
+    make_vector = SiteEvaluation.make_vector
+
+    def spoiled(self):
+        vector = make_vector(self)
+        return [-1000, *vector[1:]]
+
+    monkeypatch.setattr(SiteEvaluation, "make_vector", spoiled)
+    with raises_naming(RejectionError, "spoiled", "groups"):
+        federation.evaluate()
 
 
 def test_no_name_of_a_patient_leaves_or_is_written(trained, tmp_path, capsys, caplog):

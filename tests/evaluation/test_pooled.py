@@ -91,6 +91,25 @@ def test_sums_over_clients_give_nearly_what_all_images_together_do(num_classes, 
             assert row.support == same.support
 
 
+def test_numbers_that_no_images_have_are_found():
+    summaries = Summaries(MODELS, TASK, ("a", "b"))
+    total = summaries.summarize(outputs_of("x", *draw(0, 30, 2)))
+    assert summaries.find_impossible(total) == ""
+    sizes = [each.size for each in summaries.fields]
+    begins = dict(zip([each.name for each in summaries.fields], np.cumsum([0, *sizes[:-1]]), strict=True))
+    for name, value in (
+        ("groups", 31),
+        ("groups", -1),
+        ("moments 0 accuracy", -1),
+        ("histograms 1", -(2**40)),
+        ("histograms 1", 2**40),
+        ("influences", -1),
+    ):
+        spoiled = total.copy()
+        spoiled[begins[name]] = value
+        assert summaries.find_impossible(spoiled) == name
+
+
 def test_sums_are_exact_in_any_order():
     summaries = Summaries(MODELS, TASK, ("a", "b"))
     vectors = [summaries.summarize(outputs_of("x", *draw(seed, 30 + seed, 2))) for seed in range(5)]

@@ -66,6 +66,9 @@ class SiteEvaluation(SiteJob):
     def compare(self, own_vector: Sequence[int], total: Counts, num_sites: int) -> list[str]:
         """Return the site's scores beside those on the images of the other sites."""
         own = np.array(own_vector, dtype=np.int64)
+        impossible = self.summaries.find_impossible(total - own)
+        if impossible:
+            return [f"no images have the {impossible!r} that the server names for the {num_sites - 1} others"]
         rows_of_others = {_key(row): row for row in self.summaries.rows(POOLED, total - own)}
         lines = []
         for row in self.summaries.rows(POOLED, own):
