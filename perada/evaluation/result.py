@@ -107,7 +107,8 @@ class EvaluationResult:
         lines = []
         for client, images in images_of_client.items():
             cells = [format_row(rows_of_score.get((client, *column))) for column in columns]
-            lines.append([client, str(images), *cells])
+            # A site of a deployment does not send its number of images.
+            lines.append([client, str(images) if images else "–", *cells])
         text = f"{score} (interval of {100 * LEVEL:.0f} %)\n\n{table(header, lines)}"
         unranked = dict.fromkeys(
             client for (client, _, versus), row in rows_of_score.items() if versus is None and not row.is_ranked

@@ -176,6 +176,7 @@ def test_only_a_site_that_allows_scores_sends_its_own_row(trained, tmp_path, cap
     assert auroc["too_few"] and auroc["support"] == 0
     assert auroc["value"] == pytest.approx(simulated.find("west", "own", "auroc").value, abs=0.02)
     shown = capsys.readouterr().out
+    assert "| west   |      – |" in shown
     assert "too few" in shown and "Sites in the sum: east, north, south, west" in shown
 
 
