@@ -202,8 +202,8 @@ class StackedTextClassifier(StackedLayer):
         bias_offset = self.stacked("bias_offset")
         if bias_offset is not None:
             logits = logits + bias_offset.unsqueeze(1)
-        logits_of_rows: Tensor = logits.flatten(0, 1)
-        return logits_of_rows
+        out_R: Tensor = logits.flatten(0, 1)
+        return out_R
 
 
 TWINS[TextClassifier] = StackedTextClassifier
