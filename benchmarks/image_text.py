@@ -17,6 +17,8 @@ from transformers import (
     CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
+    MetaClip2Config,
+    MetaClip2Model,
     PreTrainedTokenizerFast,
     SiglipConfig,
     SiglipImageProcessor,
@@ -62,7 +64,7 @@ def save_image_text(kind: str, folder: Path, *, seed: int = 0, side: int = SIDE,
     """Save a network of transformers with its image processor and tokenizer.
 
     Args:
-        kind: ``clip`` or ``siglip``, which is also that of SigLIP 2 for images of one size.
+        kind: ``clip``, ``metaclip_2`` or ``siglip``, which is also that of SigLIP 2 for images of one size.
         folder: Folder.
         seed: Seed of its weights.
         side: Height and width of its images.
@@ -77,10 +79,12 @@ def save_image_text(kind: str, folder: Path, *, seed: int = 0, side: int = SIDE,
     network: Any
     processor: Any
     torch.manual_seed(seed)
-    if kind == "clip":
+    if kind in ("clip", "metaclip_2"):
         tokens = {"bos_token_id": "<start>", "eos_token_id": "<end>", "pad_token_id": "<pad>"}
         text |= {name: VOCABULARY[word] for name, word in tokens.items()}
-        network = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24))
+        config_class: Any = CLIPConfig if kind == "clip" else MetaClip2Config
+        network_class: Any = CLIPModel if kind == "clip" else MetaClip2Model
+        network = network_class(config_class(text_config=text, vision_config=vision, projection_dim=24))
         processor = CLIPImageProcessor(size=size, crop_size=size, image_mean=MEAN, image_std=STD)
     else:
         network = SiglipModel(SiglipConfig(text_config=text, vision_config=vision))
