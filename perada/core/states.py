@@ -6,6 +6,7 @@ the single model. A *stack* is the same dictionary with a leading client axis C 
 """
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -116,6 +117,13 @@ def get_state(model: nn.Module) -> State:
     """Return a detached copy of the tensors of :func:`trained_keys`."""
     tensors = model.state_dict()
     return {key: tensors[key].detach().clone() for key in trained_keys(model)}
+
+
+def add_to_digest(digest: "hashlib._Hash", name: str, value: Tensor) -> None:
+    """Add the name and the values of a tensor to a digest."""
+    digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+    # Tensors are hashed as bytes, since NumPy has no bfloat16.
+    digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def set_state(model: nn.Module, state: State) -> None:

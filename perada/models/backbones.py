@@ -32,7 +32,7 @@ from perada.models.image_text import (
     check_text_backbone,
     check_text_tower,
     classifier_of_transformers,
-    text_encoder,
+    text_tower,
 )
 from perada.models.open_clip import build_open_clip
 from perada.models.segmentation import SEGMENTATION_PREFIX, build_segmentation_network
@@ -576,8 +576,8 @@ def _from_transformers(
         head = _last_linear(model, name, config.num_labels)
     else:
         head = HEAD
-        encode = text_encoder(name, model, source, load_options) if has_weights else None
-        model = classifier_of_transformers(model, text_head, config.num_labels, encode)
+        tower = text_tower(name, model, source, load_options) if has_weights else None
+        model = classifier_of_transformers(model, text_head, config.num_labels, tower)
     if has_weights:
         _check_loaded(name, head, report)
     return_logits(model, config.num_labels)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perada.core.checks import OptionError
-from perada.models.text_head import EncodeTexts, TextClassifier, TextHead, ZeroShot
+from perada.models.text_head import ClassFeatures, TextClassifier, TextHead, TextTower, ZeroShot
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -86,12 +86,12 @@ def classifier_of_transformers(
     network: Any,  # noqa: ANN401  # a network of any class
     options: TextHead,
     num_classes: int,
-    encode: EncodeTexts | None,
+    tower: TextTower | None,
 ) -> ImageTextClassifier:
     """Return the image tower of a network of transformers with a classifier; see :func:`text_classifier`."""
     projection = network.visual_projection if hasattr(network, "visual_projection") else None
     num_features = network.config.vision_config.hidden_size if projection is None else projection.out_features
-    return ImageTextClassifier(network, text_classifier(network, options, num_classes, num_features, encode))
+    return ImageTextClassifier(network, text_classifier(network, options, num_classes, num_features, tower))
 
 
 def text_classifier(
@@ -99,7 +99,7 @@ def text_classifier(
     options: TextHead,
     num_classes: int,
     num_features: int,
-    encode: EncodeTexts | None,
+    tower: TextTower | None,
 ) -> TextClassifier:
     """Return the classifier that the text tower of a network computes.
 
@@ -108,22 +108,24 @@ def text_classifier(
         options: Options of the classifier.
         num_classes: Number of classes K.
         num_features: Number of features D that both towers end in.
-        encode: The text tower; None for random features, to be replaced by those of a file.
+        tower: The text tower; None for random features, to be replaced by those of a file.
     """
-    if encode is None:
-        text_features = F.normalize(torch.randn(num_classes, num_features), dim=-1)
+    if tower is None:
+        text = ClassFeatures(
+            F.normalize(torch.randn(num_classes, num_features), dim=-1), torch.zeros(32, dtype=torch.uint8)
+        )
     else:
-        text_features = options.for_classes(None, num_classes).class_features(encode)
+        text = options.for_classes(None, num_classes).class_features(tower)
     bias = getattr(network, "logit_bias", None)
     zero_shot = ZeroShot(
-        text_features,
+        text,
         logit_scale=float(network.logit_scale.detach()),
         logit_bias=None if bias is None else float(bias.detach()),
     )
     return TextClassifier(zero_shot, options)
 
 
-def text_encoder(name: str, network: Any, source: str, load_options: dict[str, Any]) -> EncodeTexts:  # noqa: ANN401  # a network of any class
+def text_tower(name: str, network: Any, source: str, load_options: dict[str, Any]) -> TextTower:  # noqa: ANN401  # a network of any class
     """Return the text tower of a network with its tokenizer.
 
     Args:
@@ -148,7 +150,7 @@ def text_encoder(name: str, network: Any, source: str, load_options: dict[str, A
     longest = network.config.text_config.max_position_embeddings
     network.eval()
 
-    def encode(texts: list[str]) -> Tensor:
+    def tokenize(texts: list[str]) -> tuple[Tensor, ...]:
         if is_siglip:
             # SigLIP was trained on lower case, and the tokenizers of SigLIP 2 do not all convert to it.
             texts = [text.lower() for text in texts]
@@ -157,14 +159,24 @@ def text_encoder(name: str, network: Any, source: str, load_options: dict[str, A
         if is_siglip:
             # It was trained on texts of full length, without a mask.
             batch = tokenizer(texts, padding="max_length", max_length=longest, return_tensors="pt")
-            outputs = network.get_text_features(batch["input_ids"])
-        else:
-            batch = tokenizer(texts, padding=True, return_tensors="pt")
-            outputs = network.get_text_features(batch["input_ids"], attention_mask=batch["attention_mask"])
-        features: Tensor = outputs.pooler_output
+            return (batch["input_ids"],)
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        return batch["input_ids"], batch["attention_mask"]
+
+    def encode(*inputs: Tensor) -> Tensor:
+        features: Tensor = network.get_text_features(*inputs).pooler_output
         return features
 
-    return encode
+    return TextTower(weights_of_text(network), tokenize, encode)
+
+
+def weights_of_text(network: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a network that are not those of its image tower."""
+    weights = {}
+    for name, value in network.state_dict().items():
+        if not name.startswith(("vision_model.", "visual_projection.", "visual.")):
+            weights[name] = value
+    return weights
 
 
 def _no_tokenizer(name: str, source: str, reason: str) -> FileNotFoundError:

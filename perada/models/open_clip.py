@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from perada.core.checks import OptionError, installed
 from perada.core.rounds import ImageConfig
 from perada.models.backbone import Backbone
-from perada.models.image_text import HEAD, OPEN_CLIP_PREFIX, check_prompt_length, text_classifier
-from perada.models.text_head import EncodeTexts, TextHead
+from perada.models.image_text import HEAD, OPEN_CLIP_PREFIX, check_prompt_length, text_classifier, weights_of_text
+from perada.models.text_head import TextHead, TextTower
 from perada.models.weight_files import cached_file, no_weights
 
 CONFIG_FILE = "open_clip_config.json"
@@ -106,9 +106,9 @@ def build_open_clip(
     if text_head is None:
         classifier: nn.Module = nn.Linear(num_features, num_classes or 1)
     else:
-        encode = _text_encoder(open_clip, name, network, location) if has_weights else None
+        tower = _text_tower(open_clip, name, network, location) if has_weights else None
         names = text_head.class_names or ()
-        classifier = text_classifier(network, text_head, num_classes or len(names), num_features, encode)
+        classifier = text_classifier(network, text_head, num_classes or len(names), num_features, tower)
     model = OpenClipClassifier(network.visual, classifier)
     mean = tuple(float(value) for value in preprocessing["mean"])
     std = tuple(float(value) for value in preprocessing["std"])
@@ -139,7 +139,7 @@ def _count_features(name: str, visual: nn.Module, height: int, width: int) -> in
     return features.shape[-1]
 
 
-def _text_encoder(open_clip: Any, name: str, network: Any, location: str) -> EncodeTexts:  # noqa: ANN401  # a module, and a network of any class
+def _text_tower(open_clip: Any, name: str, network: Any, location: str) -> TextTower:  # noqa: ANN401  # a module, and a network of any class
     """Return the text tower of a network with its tokenizer.
 
     Raises:
@@ -152,15 +152,14 @@ def _text_encoder(open_clip: Any, name: str, network: Any, location: str) -> Enc
         raise no_weights(name, f"its tokenizer cannot be read: {error}") from error
     longest = tokenizer.context_length
 
-    def encode(texts: list[str]) -> Tensor:
+    def tokenize(texts: list[str]) -> tuple[Tensor, ...]:
         # Longer prompts would be cut without a word. The last column is padding unless a prompt is longer still.
         for text, tokens in zip(texts, tokenizer(texts, context_length=2 * longest), strict=True):
             is_token = tokens != tokens[-1]
             check_prompt_length(text, int(is_token.sum()), longest)
-        features: Tensor = network.encode_text(tokenizer(texts))
-        return features
+        return (tokenizer(texts),)
 
-    return encode
+    return TextTower(weights_of_text(network), tokenize, network.encode_text)
 
 
 @contextmanager

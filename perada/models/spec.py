@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from perada.core.seeding import seeded
-from perada.core.states import State, get_state, to_device, trained_keys
+from perada.core.states import State, add_to_digest, get_state, to_device, trained_keys
 from perada.models.adapted import AdaptedModel, insert_adapter, reset_parameters
 from perada.models.backbones import build_backbone
 from perada.models.configurations import AdapterChoice
 from perada.models.merging import TrainBackbone
-from perada.models.text_head import TextHead
+from perada.models.text_head import TextHead, ZeroShot
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,17 @@ class ModelSpec:
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """Return the SHA-256 (hexadecimal) of the names and values of all tensors that are not trained."""
-    trained = set(trained_keys(model))
+    """Return the SHA-256 (hexadecimal) of the names and values of all tensors that are not trained.
+
+    The features of class names are left out, since their last digits depend on the machine that computes them. What
+    they are computed from is included.
+    """
+    left_out = set(trained_keys(model))
+    for path, module in model.named_modules():
+        if isinstance(module, ZeroShot):
+            left_out.add(f"{path}.text_features")
     digest = hashlib.sha256()
     for key, value in sorted(model.state_dict().items()):
-        if key not in trained:
-            digest.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
-            # Tensors are hashed as bytes, since NumPy has no bfloat16.
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        if key not in left_out:
+            add_to_digest(digest, key, value)
     return digest.hexdigest()

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classifiers made from the names of the classes, for networks that were trained on images with texts."""
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perada.core.checks import OptionError, OptionTypeError, check_choice, checked_names
+from perada.core.states import add_to_digest
 from perada.core.text import quoted, value_text
 
 DEFAULT_TEMPLATE = "a photo of a {}."
@@ -19,8 +22,32 @@ PLACEHOLDER = "{}"
 PROMPTS_PER_PASS = 256
 """Largest number of prompts that go through a text tower at once."""
 
-EncodeTexts = Callable[[list[str]], Tensor]
-"""Returns the features (N, D) of N texts."""
+
+@dataclass(frozen=True)
+class TextTower:
+    """A text tower with its tokenizer.
+
+    Attributes:
+        weights: The tower's tensors by name.
+        tokenize: Returns the inputs (N, ...) of the tower for N texts.
+        encode: Returns the features (N, D) of texts from these inputs.
+    """
+
+    weights: Mapping[str, Tensor]
+    tokenize: Callable[[list[str]], tuple[Tensor, ...]]
+    encode: Callable[..., Tensor]
+
+
+class ClassFeatures(NamedTuple):
+    """Features of the classes.
+
+    Attributes:
+        features: Normalised features (K, D), in float32.
+        source: SHA-256 (32,) of what they were computed from: the text tower and the tokens of the prompts, as bytes.
+    """
+
+    features: Tensor
+    source: Tensor
 
 
 @dataclass(frozen=True)
@@ -121,23 +148,28 @@ class TextHead:
             prompts_of_classes.append([template.replace(PLACEHOLDER, spoken) for template in self.templates])
         return prompts_of_classes
 
-    def class_features(self, encode: EncodeTexts) -> Tensor:
-        """Return the normalised features (K, D) of the classes, in float32.
-
-        Args:
-            encode: The text tower.
-        """
+    def class_features(self, tower: TextTower) -> ClassFeatures:
+        """Compute the features of the classes by a text tower."""
         prompts_of_classes = self.prompts(self.class_names or ())
         prompts: list[str] = []
         for prompts_of_class in prompts_of_classes:
             prompts += prompts_of_class
+        digest = hashlib.sha256()
+        for name, value in sorted(tower.weights.items()):
+            add_to_digest(digest, name, value)
         features = []
         with torch.no_grad():
             for start in range(0, len(prompts), PROMPTS_PER_PASS):
-                features.append(encode(prompts[start : start + PROMPTS_PER_PASS]).float())
+                inputs = tower.tokenize(prompts[start : start + PROMPTS_PER_PASS])
+                for number, tokens in enumerate(inputs):
+                    add_to_digest(digest, f"inputs {number}", tokens)
+                features.append(tower.encode(*inputs).float())
         of_prompts = F.normalize(torch.cat(features), dim=-1)
         of_classes = of_prompts.view(len(prompts_of_classes), len(self.templates), -1).mean(1)
-        return F.normalize(of_classes, dim=-1)
+        # Templates that are grouped differently could have the same tokens.
+        digest.update(str(len(self.templates)).encode())
+        source = torch.tensor(list(digest.digest()), dtype=torch.uint8)
+        return ClassFeatures(F.normalize(of_classes, dim=-1), source)
 
 
 def _spoken(name: str) -> str:
@@ -162,18 +194,20 @@ class ZeroShot(nn.Module):
     """The tensors of a zero-shot classifier, which are not trained.
 
     Args:
-        text_features: Normalised features (K, D) of the classes.
+        text: Features of the classes.
         logit_scale: Logarithm of the logits' scale.
         logit_bias: Bias of the logits; None for none.
     """
 
     text_features: Tensor
+    text_source: Tensor
     logit_scale: Tensor
     logit_bias: Tensor | None
 
-    def __init__(self, text_features: Tensor, logit_scale: float, logit_bias: float | None) -> None:
+    def __init__(self, text: ClassFeatures, logit_scale: float, logit_bias: float | None) -> None:
         super().__init__()
-        self.register_buffer("text_features", text_features)
+        self.register_buffer("text_features", text.features)
+        self.register_buffer("text_source", text.source)
         self.register_buffer("logit_scale", torch.tensor([logit_scale]))
         self.register_buffer("logit_bias", None if logit_bias is None else torch.tensor([logit_bias]))
 

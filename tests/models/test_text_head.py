@@ -23,7 +23,7 @@ from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from perada.models.configurations import AdapterChoice
 from perada.models.spec import ModelSpec, frozen_digest
-from perada.models.text_head import TextHead
+from perada.models.text_head import TextHead, ZeroShot
 from perada.models.usage import check_usage
 from perada.privacy import Privacy
 from perada.results.formats import export_model
@@ -246,6 +246,19 @@ def test_frozen_weights_of_sites_cover_the_texts(folders, tmp_path):
     save_image_text("clip", tmp_path)
     network.save_pretrained(tmp_path)
     assert frozen_digest(adapted(tmp_path).model) != digest
+
+
+def test_frozen_weights_of_sites_do_not_depend_on_the_last_digits_of_features(folders):
+    """Processors of another kind add in another order."""
+    model = adapted(folders["clip"]).model
+    digest = frozen_digest(model)
+    for module in model.modules():
+        if isinstance(module, ZeroShot):
+            module.text_features *= 1 + 1e-6
+    assert frozen_digest(model) == digest
+    with torch.no_grad():
+        model.vision_model.post_layernorm.weight[0] += 1e-6
+    assert frozen_digest(model) != digest
 
 
 @pytest.mark.parametrize("kind", KINDS)
