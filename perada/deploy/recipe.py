@@ -111,7 +111,8 @@ class Recipe:
     @property
     def class_names(self) -> Sequence[str] | None:
         """Names of the classes, if they are known; at a site after the set-up of its data."""
-        return self.data.classes
+        # Data that are not set up have no such attribute.
+        return getattr(self.data, "classes", None)
 
     def build(self, num_classes: int, task: Task) -> None:
         """Build the network, without caching features: server and sites must compute the same bits from images."""
