@@ -9,7 +9,7 @@ import numpy as np
 
 from perada.cli.deployed_recipes import SiteObjects, evaluated_classes, evaluated_site
 from perada.core.text import abbreviated, printable
-from perada.deploy.jobs import Job, job_digest
+from perada.deploy.jobs import DeployedJob, job_digest
 from perada.deploy.protocol import RejectionError
 from perada.deploy.server.jobs import JobResult
 from perada.deploy.site.evaluation import SiteEvaluation
@@ -27,7 +27,7 @@ from perada.system.yaml_files import parse_yaml
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class DeployedEvaluation:
     """An evaluation as server and sites know it.
 
     Attributes:
@@ -38,10 +38,10 @@ class Evaluation:
 
     recipe: EvaluationRecipe
     summaries: Summaries
-    job: Job
+    job: DeployedJob
 
 
-def read_evaluation(text: bytes | str, source: str) -> Evaluation:
+def read_evaluation(text: bytes | str, source: str) -> DeployedEvaluation:
     """Parse the recipe of an evaluation. Its digest covers the models, whose digests it has.
 
     Args:
@@ -59,11 +59,11 @@ def read_evaluation(text: bytes | str, source: str) -> Evaluation:
         raise ValueError(f"{source}: {error}") from None
     summaries = Summaries(tuple(recipe.models), classes.task, classes.names)
     data = text.encode() if isinstance(text, str) else text
-    job = Job("evaluation", job_digest(data), recipe.secure_sums, summaries.size, row_size(summaries))
-    return Evaluation(recipe, summaries, job)
+    job = DeployedJob("evaluation", job_digest(data), recipe.secure_sums, summaries.size, row_size(summaries))
+    return DeployedEvaluation(recipe, summaries, job)
 
 
-def make_site_evaluation(path: Path, site_file: SiteFile, evaluation: Evaluation) -> SiteEvaluation:
+def make_site_evaluation(path: Path, site_file: SiteFile, evaluation: DeployedEvaluation) -> SiteEvaluation:
     """Build an evaluation with a site's data and the models beside the recipe.
 
     Raises:
@@ -80,14 +80,14 @@ def make_site_evaluation(path: Path, site_file: SiteFile, evaluation: Evaluation
     )
 
 
-def digests_at_site(path: Path, site_file: SiteFile, evaluation: Evaluation) -> bytes:
+def digests_at_site(path: Path, site_file: SiteFile, evaluation: DeployedEvaluation) -> bytes:
     """Return digests of the patients of a site's test images."""
     site = evaluated_site(path, evaluation.recipe.content, site_file)
     _check_classes(site, evaluation.summaries)
     return digests_of_groups(site.data, 0, DIGEST_BYTES)
 
 
-def predict_at_site(path: Path, site_file: SiteFile, evaluation: Evaluation) -> ClientOutputs:
+def predict_at_site(path: Path, site_file: SiteFile, evaluation: DeployedEvaluation) -> ClientOutputs:
     """Run the models of an evaluation on the test images of a site.
 
     Raises:
@@ -122,7 +122,7 @@ def _check_classes(site: SiteObjects, summaries: Summaries) -> None:
         raise ValueError("the site has no test images; add some, or a test_share to its data")
 
 
-def describe_evaluation(path: Path, site_file: SiteFile, evaluation: Evaluation) -> list[str]:
+def describe_evaluation(path: Path, site_file: SiteFile, evaluation: DeployedEvaluation) -> list[str]:
     """Return lines on what an evaluation would do at a site; its models run on the site's test images."""
     site_evaluation = make_site_evaluation(path, site_file, evaluation)
     summaries = evaluation.summaries
@@ -144,7 +144,7 @@ def describe_evaluation(path: Path, site_file: SiteFile, evaluation: Evaluation)
     ]
 
 
-def write_evaluation(evaluation: Evaluation, result: JobResult, folder: Path) -> str:
+def write_evaluation(evaluation: DeployedEvaluation, result: JobResult, folder: Path) -> str:
     """Write the scores of an evaluation, and return them as text.
 
     Args:

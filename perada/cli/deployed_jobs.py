@@ -25,7 +25,7 @@ from perada.data.partitions import Partition
 from perada.data.partitions.division import Division
 from perada.data.sets.base import ImageSet
 from perada.data.sets.manifest import OwnImages
-from perada.deploy.jobs import Job, job_digest
+from perada.deploy.jobs import DeployedJob, job_digest
 from perada.deploy.protocol import JobKind
 from perada.deploy.server.jobs import JobRun
 from perada.deploy.site.file import Approved, SiteFile
@@ -36,7 +36,7 @@ from perada.deploy.transport import Terms, Transport
 from perada.results.report import epsilon_text
 from perada.survey.counting import survey_images
 from perada.survey.images import SurveyedImage, images_of_clients, images_of_source
-from perada.survey.layout import Tally
+from perada.survey.layout import SurveyTally
 from perada.survey.page import Survey, format_survey, write_survey
 from perada.survey.recipe import SurveyRecipe, parse_survey
 from perada.system.files import check_output_folder
@@ -87,9 +87,9 @@ def read_survey(text: bytes | str, source: str) -> SurveyRecipe:
         raise ValueError(f"{source}: {error}") from None
 
 
-def survey_job(recipe: SurveyRecipe, text: bytes) -> Job:
+def survey_job(recipe: SurveyRecipe, text: bytes) -> DeployedJob:
     """Return what server and sites know of a survey."""
-    return Job("survey", job_digest(text), recipe.secure_sums, recipe.layout.size)
+    return DeployedJob("survey", job_digest(text), recipe.secure_sums, recipe.layout.size)
 
 
 def make_site_job(path: Path, site_file: SiteFile) -> SiteJob:
@@ -209,8 +209,8 @@ def run_job(name: str, transport: Transport, folder: Path, terms: Terms) -> str:
         return write_evaluation(evaluation, JobRun(evaluation.job, transport, terms).make_sum(), folder)
     recipe = read_survey(text, name)
     result = JobRun(survey_job(recipe, text), transport, terms).make_sum()
-    total = Tally.of_vector(recipe.layout, result.total, len(result.sites))
-    rows = {site: Tally.of_vector(recipe.layout, row) for site, row in result.rows.items()}
+    total = SurveyTally.of_vector(recipe.layout, result.total, len(result.sites))
+    rows = {site: SurveyTally.of_vector(recipe.layout, row) for site, row in result.rows.items()}
     survey = Survey(total, rows, result.missing, result.sites)
     page = write_survey(survey, folder, f"survey-{result.run[:8]}")
     return f"{format_survey(survey)}\n\nWrote {page} and {page.with_suffix('.json').name}"

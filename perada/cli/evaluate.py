@@ -69,7 +69,7 @@ def parse_model(word: str) -> NamedPath:
     return NamedPath(name, path, prediction)
 
 
-def evaluate(parser: ArgumentParser, words: list[str]) -> None:
+def evaluate_models(parser: ArgumentParser, words: list[str]) -> None:
     """Score models on the test images of a recipe's clients, print tables, and write them."""
     parser.add_argument("models", nargs="+", metavar="MODEL", help=_MODEL_HELP)
     parser.add_argument(

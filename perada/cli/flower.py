@@ -268,12 +268,12 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
         run_local(options.app, options.local, options.folder, terms, monitoring)
 
 
-def survey(parser: ArgumentParser, words: list[str]) -> None:
+def run_survey(parser: ArgumentParser, words: list[str]) -> None:
     """Have sites count their images, add the counts up, and print where the sites do not fit together."""
     _run_job(parser, words, "survey")
 
 
-def evaluate(parser: ArgumentParser, words: list[str]) -> None:
+def run_evaluation(parser: ArgumentParser, words: list[str]) -> None:
     """Have sites score models on their test images, add their summaries up, and print pooled scores."""
     _run_job(parser, words, "evaluation")
 

@@ -50,7 +50,10 @@ CLIENTS: Tree = {
 }
 DATA: Tree = {
     "inspect": ("cli.data:inspect", "Print how images are interpreted, and what is wrong with them."),
-    "survey": ("cli.survey:survey", "Count the images of each client, and say where clients do not fit together."),
+    "survey": (
+        "cli.survey:survey_clients",
+        "Count the images of each client, and say where clients do not fit together.",
+    ),
 }
 KEYS: Tree = {
     "server": ("cli.flower:keys_server", "Write the server's certificate, and the one with which sites verify it."),
@@ -65,8 +68,14 @@ DEPLOY: Tree = {
     "site": ("cli.deploy:site", "Serve a site: train its approved recipes on its images."),
     "node": ("cli.flower:node", "Test a site's connection and run its SuperNode."),
     "run": ("cli.flower:run", "Start an app on a SuperLink and follow it, or run a recipe with local sites."),
-    "survey": ("cli.flower:survey", "Have sites count their images before training, and say where they do not fit."),
-    "evaluate": ("cli.flower:evaluate", "Have sites score existing models on their test images, without training."),
+    "survey": (
+        "cli.flower:run_survey",
+        "Have sites count their images before training, and say where they do not fit.",
+    ),
+    "evaluate": (
+        "cli.flower:run_evaluation",
+        "Have sites score existing models on their test images, without training.",
+    ),
     "runs": ("cli.flower:runs", "List the runs of a SuperLink, or stop one."),
     "status": ("cli.deploy_status:status", "Print the progress of a deployed run, or what a site has trained."),
     "audit": ("cli.audit:audit", "Print what left a site, and check that its log is intact."),
@@ -76,7 +85,10 @@ DEPLOY: Tree = {
 COMMANDS: Tree = {
     "fit": ("cli.main:run_subcommand", "Train, for example: perada fit --config quickstart."),
     "test": ("cli.main:run_subcommand", "Score the models of a checkpoint, also on shifted test sets."),
-    "evaluate": ("cli.evaluate:evaluate", "Score runs and weights at every client, with intervals, without training."),
+    "evaluate": (
+        "cli.evaluate:evaluate_models",
+        "Score runs and weights at every client, with intervals, without training.",
+    ),
     "predict": ("cli.main:predict_with_run", "Predict your own images with a run, or the test images of a recipe."),
     "check": ("cli.runs:print_problems", "Report every error and warning that a run would raise, without training."),
     "doctor": ("cli.doctor:doctor", "Print versions and facts about the machine for a bug report, and check them."),

@@ -18,12 +18,12 @@ from perada.data.partitions.division import Division
 from perada.data.sets.manifest import OwnImages
 from perada.survey.counting import survey_images
 from perada.survey.images import SurveyedImage, images_of_clients, images_of_source
-from perada.survey.layout import Layout, Tally
+from perada.survey.layout import Layout, SurveyTally
 from perada.survey.options import SurveyOptions
 from perada.survey.page import Survey, format_survey, survey_record
 
 
-def survey(parser: ArgumentParser, words: list[str]) -> None:
+def survey_clients(parser: ArgumentParser, words: list[str]) -> None:
     """Count the images of each client of a recipe, and print where clients do not fit together."""
     output_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for each in (parser, output_parser):
@@ -68,7 +68,7 @@ def survey_division(division: Division, options: SurveyOptions) -> Survey:
     several = any(len(image.labels or ()) > 1 for images_of_client in images.values() for image in images_of_client)
     layout = Layout(options, classes, has_masks=has_masks, several_labels=several)
     rows = {printable(name): survey_images(images_of_client, layout) for name, images_of_client in images.items()}
-    return Survey(reduce(Tally.plus, rows.values()), rows, sites=list(rows))
+    return Survey(reduce(SurveyTally.plus, rows.values()), rows, sites=list(rows))
 
 
 def _classes_of_most(images: Mapping[str, Sequence[SurveyedImage]]) -> tuple[str, ...]:

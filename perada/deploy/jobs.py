@@ -25,7 +25,7 @@ TOTAL_NAME = "total"
 
 
 @dataclass(frozen=True)
-class Job:
+class DeployedJob:
     """What server and sites know of a job.
 
     Attributes:

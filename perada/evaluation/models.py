@@ -83,14 +83,14 @@ class RunModel(EvaluatedModel):
         """Return the model of the client, or the global one if the run has none of the client."""
         run = self.run
         task = make_task(run.info["task"])
-        number = self._number(client, name)
+        number = self._number_in_run(client, name)
         if number is not None:
             predictor = make_predictor(run, number, self.prediction, device)
             return ClientModel(predictor, preprocessing_for(run, number), task)
         preprocessing = run.preprocessing
         return ClientModel(make_predictor(run, None, None, device), preprocessing, task, is_global=True)
 
-    def _number(self, client: int | None, name: str | None) -> int | None:
+    def _number_in_run(self, client: int | None, name: str | None) -> int | None:
         """Return the number of a client of the data in the run; None if the run has no model of it."""
         run = self.run
         if "adapter_of" in run.info:
@@ -119,7 +119,7 @@ class RunModel(EvaluatedModel):
                 f"{name} predicts {abbreviated(run_classes)}, but the data have {abbreviated(data.classes)}; list the "
                 "classes of the data in the order of the run (`classes` of the image set)"
             )
-        numbers = [self._number(client, _name_of(data, client)) for client in range(data.num_clients)]
+        numbers = [self._number_in_run(client, _name_of(data, client)) for client in range(data.num_clients)]
         if self.prediction not in (None, "global") and None in numbers:
             client = numbers.index(None)
             raise ValueError(
@@ -163,7 +163,7 @@ def network_model(network: nn.Module, data: FederatedDataModule) -> NetworkModel
         network: The network, in evaluation mode.
         data: The data, whose preprocessing it takes otherwise.
     """
-    return NetworkModel(network, _preprocessing(data, getattr(network, IMAGE, None)), data.task)
+    return NetworkModel(network, _make_preprocessing(data, getattr(network, IMAGE, None)), data.task)
 
 
 def weights_model(source: str, backbone: str | nn.Module | None, data: FederatedDataModule) -> NetworkModel:
@@ -191,7 +191,7 @@ def weights_model(source: str, backbone: str | nn.Module | None, data: Federated
     )
     load_classifier(built.model, path, built.head)
     metadata = _metadata_of(path)
-    preprocessing = _preprocessing(data, built.image_config)
+    preprocessing = _make_preprocessing(data, built.image_config)
     if "preprocessing" in metadata:
         preprocessing = Preprocessing.from_record(json.loads(metadata["preprocessing"]))
     task = data.task
@@ -211,7 +211,7 @@ def _metadata_of(path: str) -> dict[str, str]:
         return {}
 
 
-def _preprocessing(data: FederatedDataModule, image_config: ImageConfig | None) -> Preprocessing:
+def _make_preprocessing(data: FederatedDataModule, image_config: ImageConfig | None) -> Preprocessing:
     """Return how the images of the data are prepared for a network of this format."""
     prepare = replace(data.prepare, image_config=image_config)
     recorded = data.preprocessing

@@ -31,7 +31,7 @@ from perada.scores.intervals import (
     GroupSums,
     paired_share_interval,
     share_interval,
-    standard_error,
+    standard_error_of_sums,
     student_interval,
     sum_groups,
 )
@@ -101,14 +101,14 @@ class Summaries:
             for score in self.scores:
                 size = self._num_summands(score)
                 num_products = size * (size + 1) // 2
-                sum_scale, moment_scale = _scales(score)
+                sum_scale, moment_scale = _scales_of(score)
                 fields.append(Field(f"sums {model} {score.name}", (size,), sum_scale))
                 fields.append(Field(f"moments {model} {score.name}", (num_products,), moment_scale))
             fields.append(Field(f"histograms {model}", (num_classes, 2, NUM_BINS)))
         for pair in range(len(pairs_of(self.models))):
             for score in self.scores:
                 size = self._num_summands(score)
-                fields.append(Field(f"cross {pair} {score.name}", (size, size), _scales(score)[1]))
+                fields.append(Field(f"cross {pair} {score.name}", (size, size), _scales_of(score)[1]))
         num_aurocs = len(self.models) * num_classes
         fields.append(Field("influences", (num_aurocs, 1 + num_aurocs), _MOMENT_SCALE))
         return [field for field in fields if field.size]
@@ -154,7 +154,7 @@ class Summaries:
                 rows, columns = np.triu_indices(len(group_sums.sums))
                 parts[f"moments {number} {score.name}"] = group_sums.moments.numpy()[rows, columns]
             if self.auroc_classes:
-                parts[f"histograms {number}"] = self._histograms(outputs, model)
+                parts[f"histograms {number}"] = self._count_bins(outputs, model)
         for number, (first, second) in enumerate(pairs_of(self.models)):
             if not {first, second} <= scored:
                 continue
@@ -163,10 +163,10 @@ class Summaries:
                 second_sums = sums_of_models[second][score.name]
                 parts[f"cross {number} {score.name}"] = (first_sums.T @ second_sums).numpy()
         if self.auroc_classes and outputs.num_images:
-            parts["influences"] = self._influences(outputs, scored)
-        return np.concatenate([_rounded(field, parts.get(field.name)) for field in self.fields])
+            parts["influences"] = self._sum_influences(outputs, scored)
+        return np.concatenate([_to_integers(field, parts.get(field.name)) for field in self.fields])
 
-    def _histograms(self, outputs: ClientOutputs, model: str) -> Integers:
+    def _count_bins(self, outputs: ClientOutputs, model: str) -> Integers:
         """Return the numbers (C, 2, B) of images with and without each class in each bin of a model's scores."""
         probabilities = outputs.models[model].probabilities
         assert probabilities is not None and outputs.targets is not None
@@ -178,7 +178,7 @@ class Summaries:
             histograms.append([np.bincount(bins[rows], minlength=NUM_BINS) for rows in kinds])
         return np.array(histograms)
 
-    def _influences(self, outputs: ClientOutputs, scored: Collection[str]) -> Floats:
+    def _sum_influences(self, outputs: ClientOutputs, scored: Collection[str]) -> Floats:
         """Return what the client's own A AUROC, of each model and class, say of groups and of correlations.
 
         These are the variance of each AUROC without groups, then the covariances with groups, times N²: (A, 1 + A). The
@@ -204,7 +204,7 @@ class Summaries:
 
         A dishonest site of a deployment may have added any numbers.
         """
-        parts = self._unpack(total)
+        parts = self._unpack_total(total)
         images = float(parts["images"])
         if not 0 <= parts["groups"] <= images:
             return "groups"
@@ -228,7 +228,7 @@ class Summaries:
             client: Name of the rows' client, such as :data:`.POOLED`.
             total: Sum (V,) of the summaries.
         """
-        parts = self._unpack(total)
+        parts = self._unpack_total(total)
         maker = RowMaker(client, int(parts["images"]))
         if not maker.images:
             return []
@@ -249,7 +249,7 @@ class Summaries:
                 rows.append(self._auroc_difference_row(maker, parts, places))
         return rows
 
-    def _unpack(self, total: Integers) -> Mapping[str, Floats]:
+    def _unpack_total(self, total: Integers) -> Mapping[str, Floats]:
         """Return the parts of a sum of summaries by name."""
         parts: dict[str, Floats] = {}
         begin = 0
@@ -282,7 +282,7 @@ class Summaries:
         if score.is_share:
             interval = share_interval(group_sums)
         else:
-            error = standard_error(score.score, group_sums)
+            error = standard_error_of_sums(score.score, group_sums)
             interval = student_interval(value, error, group_sums.num_groups, *_range_of(score))
         rows = [maker.row(model, score.name, value, interval, support)]
         if score.has_recalls:
@@ -297,11 +297,11 @@ class Summaries:
         model = self.models[number]
         if has_failed:
             return [maker.row(model, AUROC, math.nan, NO_INTERVAL, maker.images)]
-        found = self._aurocs(parts, number)
+        found = self._compute_aurocs(parts, number)
         defined = [place for place, each in enumerate(found) if each.fewest]
         if not defined:
             return [maker.row(model, AUROC, math.nan, NO_INTERVAL, 0)]
-        covariance = self._covariance(parts, {number: found})
+        covariance = self._compute_covariance(parts, {number: found})
         mean = float(np.mean([found[place].value for place in defined]))
         fewest = min(found[place].fewest for place in defined)
         error = _error_of(covariance, [1 / len(defined) if place in defined else 0.0 for place in range(len(found))])
@@ -315,12 +315,12 @@ class Summaries:
                 rows.append(maker.row(model, AUROC, each.value, interval, each.fewest, class_name=name))
         return rows
 
-    def _aurocs(self, parts: Mapping[str, Floats], number: int) -> list[Auroc]:
+    def _compute_aurocs(self, parts: Mapping[str, Floats], number: int) -> list[Auroc]:
         """Return the AUROC of a model from its histograms, for each class."""
         histograms = parts[f"histograms {number}"].astype(np.int64)
         return [auroc_of_histograms(positives, negatives) for positives, negatives in histograms]
 
-    def _covariance(self, parts: Mapping[str, Floats], aurocs_of_models: Mapping[int, list[Auroc]]) -> Floats:
+    def _compute_covariance(self, parts: Mapping[str, Floats], aurocs_of_models: Mapping[int, list[Auroc]]) -> Floats:
         """Return the covariance of the AUROC of each class of some models, model by model.
 
         Variances are those of the histograms, times how much groups of images make those of the clients' own AUROC
@@ -375,19 +375,21 @@ class Summaries:
             difference_sums = GroupSums(both.num_groups, change @ both.sums, change @ both.moments @ change.T)
             interval = paired_share_interval(difference_sums)
         else:
-            error = standard_error(lambda sums: score.score(sums[..., :size]) - score.score(sums[..., size:]), both)
+            error = standard_error_of_sums(
+                lambda sums: score.score(sums[..., :size]) - score.score(sums[..., size:]), both
+            )
             interval = student_interval(value, error, both.num_groups)
         names = [self.models[place] for place in places]
         return maker.row(names[0], score.name, value, interval, int(parts["groups"]), versus=names[1])
 
     def _auroc_difference_row(self, maker: RowMaker, parts: Mapping[str, Floats], places: tuple[int, int]) -> ScoreRow:
         """Return the difference of two models' mean AUROC."""
-        first, second = (self._aurocs(parts, place) for place in places)
+        first, second = (self._compute_aurocs(parts, place) for place in places)
         names = [self.models[place] for place in places]
         defined = [place for place, each in enumerate(first) if each.fewest]
         if not defined:
             return maker.row(names[0], AUROC, math.nan, NO_INTERVAL, 0, versus=names[1])
-        covariance = self._covariance(parts, {places[0]: first, places[1]: second})
+        covariance = self._compute_covariance(parts, {places[0]: first, places[1]: second})
         weights = [1 / len(defined) if place in defined else 0.0 for place in range(len(first))]
         error = _error_of(covariance, [*weights, *(-weight for weight in weights)])
         value = float(np.mean([first[place].value - second[place].value for place in defined]))
@@ -402,7 +404,7 @@ def _error_of(covariance: Floats, weights: Sequence[float]) -> float:
     return math.sqrt(max(0.0, float(of_each @ covariance @ of_each)))
 
 
-def _scales(score: SummedScore) -> tuple[int, int]:
+def _scales_of(score: SummedScore) -> tuple[int, int]:
     """Return the scales of the sums and of the moments of a score."""
     return (1, 1) if score.has_counts else (_SUM_SCALE, _MOMENT_SCALE)
 
@@ -413,7 +415,7 @@ def _range_of(score: SummedScore) -> tuple[float, float]:
     return 0.0, highest
 
 
-def _rounded(field: Field, values: Floats | Integers | None) -> Integers:
+def _to_integers(field: Field, values: Floats | Integers | None) -> Integers:
     """Return the integers of a part of a summary; zeros without values.
 
     Raises:

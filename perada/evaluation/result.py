@@ -82,7 +82,7 @@ class EvaluationResult:
             writer.writerow(header)
             for row in self.rows:
                 record = row.record()
-                writer.writerow([_cell(record[name]) for name in header])
+                writer.writerow([_format_cell(record[name]) for name in header])
         return folder
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ def _format_number(value: float) -> str:
     return f"{round(value, 3) + 0.0:.3f}" if abs(value) < 10 else f"{value:.4g}"
 
 
-def _cell(value: object) -> str:
+def _format_cell(value: object) -> str:
     """Return the cell of a value in a table that spreadsheets read."""
     if value is None:
         return ""

@@ -16,7 +16,7 @@ from perada.scores.intervals import (
     FEWEST,
     NO_INTERVAL,
     GroupSums,
-    Interval,
+    ScoreInterval,
     bootstrap_interval,
     paired_share_interval,
     share_interval,
@@ -91,7 +91,7 @@ class RowMaker:
         model: str,
         score: str,
         value: float,
-        interval: Interval,
+        interval: ScoreInterval,
         support: int,
         *,
         versus: str | None = None,
@@ -167,7 +167,7 @@ class ClientRows:
         return rows
 
     @property
-    def _maker(self) -> RowMaker:
+    def _row_maker(self) -> RowMaker:
         """Maker of the rows."""
         return RowMaker(self.outputs.name, self.outputs.num_images)
 
@@ -176,7 +176,7 @@ class ClientRows:
         names = [score.name for score in self.scores]
         if auroc_classes(self.task, len(self.class_names)):
             names.append(AUROC)
-        return [self._maker.row(model, name, math.nan, NO_INTERVAL, self.outputs.num_groups) for name in names]
+        return [self._row_maker.row(model, name, math.nan, NO_INTERVAL, self.outputs.num_groups) for name in names]
 
     def _sums_of_groups(self, model: str, score: SummedScore) -> Tensor:
         """Return the sums (G, S) of a score over each group of images."""
@@ -190,11 +190,11 @@ class ClientRows:
             interval = share_interval(GroupSums.of(sums_of_groups))
         else:
             interval = bootstrap_interval(sums_of_groups, score.score, self.seed)
-        rows = [self._maker.row(model, score.name, value, interval, self.outputs.num_groups)]
+        rows = [self._row_maker.row(model, score.name, value, interval, self.outputs.num_groups)]
         if score.has_recalls:
             num_classes = len(self.class_names)
             supports = (sums_of_groups[:, num_classes:] > 0).sum(0).tolist()
-            rows += recall_rows(self._maker, model, self.class_names, GroupSums.of(sums_of_groups), supports)
+            rows += recall_rows(self._row_maker, model, self.class_names, GroupSums.of(sums_of_groups), supports)
         return rows
 
     def _auroc_rows(self, model: str, auroc_of_class: Mapping[int, Auroc]) -> list[ScoreRow]:
@@ -213,7 +213,7 @@ class ClientRows:
         if found.fewest:
             error = found.standard_error(self.outputs.groups)
             interval = auroc_interval(found.value, error, found.fewest)
-        return self._maker.row(model, AUROC, found.value, interval, found.fewest, class_name=class_name)
+        return self._row_maker.row(model, AUROC, found.value, interval, found.fewest, class_name=class_name)
 
     def _difference_row(self, first: str, second: str, score: SummedScore) -> ScoreRow:
         """Return the difference of two models' score that follows from sums."""
@@ -231,7 +231,7 @@ class ClientRows:
                 lambda sums: score.score(sums[..., :size]) - score.score(sums[..., size:]),
                 self.seed,
             )
-        return self._maker.row(first, score.name, value, interval, self.outputs.num_groups, versus=second)
+        return self._row_maker.row(first, score.name, value, interval, self.outputs.num_groups, versus=second)
 
     def _auroc_difference_rows(
         self, first: str, second: str, first_of_class: Mapping[int, Auroc], second_of_class: Mapping[int, Auroc]
@@ -243,7 +243,7 @@ class ClientRows:
         difference = mean_auroc([first_of_class[number].minus(second_of_class[number]) for number in defined])
         error = difference.standard_error(self.outputs.groups)
         interval = auroc_difference_interval(difference, error)
-        return [self._maker.row(first, AUROC, difference.value, interval, difference.fewest, versus=second)]
+        return [self._row_maker.row(first, AUROC, difference.value, interval, difference.fewest, versus=second)]
 
 
 def recall_rows(

@@ -98,7 +98,7 @@ class ClientStore:
     def gather(self, clients: Sequence[int]) -> Stacks:
         """Return copies of the states of some clients, stacked in this order on the device, by role."""
         stacks: Stacks = {role: dict.fromkeys(state, self._initial) for role, state in self._like.items()}
-        for field, columns in zip(self._fields, self._columns(clients), strict=True):
+        for field, columns in zip(self._fields, self._copy_columns(clients), strict=True):
             like = self._like[field.role][field.key]
             stacks[field.role][field.key] = columns.view(like.dtype).view(len(clients), *like.shape)
         return stacks
@@ -108,7 +108,7 @@ class ClientStore:
         """Whether the rows that :meth:`read_row` returns are on the device."""
         return not self.host or self._initial.device.type == "cpu"
 
-    def _columns(self, clients: Sequence[int]) -> list[Tensor]:
+    def _copy_columns(self, clients: Sequence[int]) -> list[Tensor]:
         """Return copies of the bytes (C, size of the field) of each field of some clients, on the device.
 
         They are aligned to any dtype, as ``view()`` requires.

@@ -144,7 +144,7 @@ class TextHead:
         """Return the prompts of each class, one for each template."""
         prompts_of_classes = []
         for name in names:
-            spoken = _spoken(name)
+            spoken = _spoken_name(name)
             prompts_of_classes.append([template.replace(PLACEHOLDER, spoken) for template in self.templates])
         return prompts_of_classes
 
@@ -172,14 +172,14 @@ class TextHead:
         return ClassFeatures(F.normalize(of_classes, dim=-1), source)
 
 
-def _spoken(name: str) -> str:
+def _spoken_name(name: str) -> str:
     """Return the name of a class as it is written in a prompt."""
     return " ".join(name.replace("_", " ").split())
 
 
 def _check_distinct(names: Sequence[str]) -> None:
     """Raise an OptionError if two classes would have the same prompts."""
-    counts = Counter(_spoken(name) for name in names)
+    counts = Counter(_spoken_name(name) for name in names)
     doubled = [name for name, count in counts.items() if count > 1]
     if doubled:
         raise OptionError(

@@ -65,7 +65,7 @@ def write_bundle_files(folder: Path, facts: BundleFacts) -> None:
     Raises:
         OptionError: If MONAI's transforms do not compute the predictions of the task.
     """
-    files = {METADATA_FILE: _metadata(facts), INFERENCE_FILE: _inference(facts)}
+    files = {METADATA_FILE: _make_metadata(facts), INFERENCE_FILE: _make_inference(facts)}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=4, ensure_ascii=False) + "\n", encoding="utf-8")
     for script in SCRIPTS:
@@ -80,7 +80,7 @@ def _version_of(package: str) -> str:
         return _TESTED_VERSIONS[package]
 
 
-def _metadata(facts: BundleFacts) -> Config:
+def _make_metadata(facts: BundleFacts) -> Config:
     """Return the content of ``metadata.json``."""
     return {
         "schema": _SCHEMA,
@@ -123,7 +123,7 @@ def _input_format(preprocessing: Preprocessing) -> Config:
         "dtype": "float32",
         "value_range": value_range,
         "is_patch_data": False,
-        "channel_def": _numbered(names),
+        "channel_def": _numbered_names(names),
     }
 
 
@@ -137,7 +137,7 @@ def _output_format(facts: BundleFacts) -> Config:
         "dtype": "float32",
         "value_range": [],
         "is_patch_data": False,
-        "channel_def": _numbered(facts.outputs),
+        "channel_def": _numbered_names(facts.outputs),
     }
 
 
@@ -151,11 +151,11 @@ def _prediction_format(facts: BundleFacts) -> Config:
     return outputs
 
 
-def _numbered(names: list[str] | tuple[str, ...]) -> dict[str, str]:
+def _numbered_names(names: list[str] | tuple[str, ...]) -> dict[str, str]:
     return {str(number): name for number, name in enumerate(names)}
 
 
-def _inference(facts: BundleFacts) -> Config:
+def _make_inference(facts: BundleFacts) -> Config:
     """Return the content of ``inference.json``, whose evaluator writes predictions of a folder of images."""
     suffixes = _IMAGE_SUFFIXES if reads_image_files(facts.preprocessing) else (".npy",)
     return {
@@ -173,7 +173,7 @@ def _inference(facts: BundleFacts) -> Config:
         },
         "files": "$sorted(str(path) for path in pathlib.Path(@dataset_dir).rglob('*') "
         f"if path.suffix.lower() in {suffixes})",
-        "preprocessing": {"_target_": "Compose", "transforms": _transforms(facts.preprocessing)},
+        "preprocessing": {"_target_": "Compose", "transforms": _make_transforms(facts.preprocessing)},
         "dataset": {
             "_target_": "Dataset",
             "data": f"$[{{'{_ONE}': path}} for path in @files]",
@@ -187,8 +187,8 @@ def _inference(facts: BundleFacts) -> Config:
             "num_workers": 0,
         },
         "inferer": {"_target_": "SimpleInferer"},
-        "postprocessing": {"_target_": "Compose", "transforms": _postprocessing(facts)},
-        "handlers": _handlers(facts.task),
+        "postprocessing": {"_target_": "Compose", "transforms": _make_postprocessing(facts)},
+        "handlers": _make_handlers(facts.task),
         "evaluator": {
             "_target_": "SupervisedEvaluator",
             "device": "@device",
@@ -207,7 +207,7 @@ def reads_image_files(preprocessing: Preprocessing) -> bool:
     return preprocessing.kind == "uint8" and preprocessing.channels in (1, 3)
 
 
-def _transforms(preprocessing: Preprocessing) -> list[Config]:
+def _make_transforms(preprocessing: Preprocessing) -> list[Config]:
     """Return MONAI's transforms that prepare an image as :meth:`.Preprocessing.batch` does."""
     if not reads_image_files(preprocessing):
         # Arrays (channels, H, W).
@@ -232,7 +232,7 @@ def _transforms(preprocessing: Preprocessing) -> list[Config]:
         return transforms
     for step in preprocessing.resize:
         if step.rounded:
-            transforms.append(_resize(step.height, step.width, rounded=True))
+            transforms.append(_make_resize(step.height, step.width, rounded=True))
     transforms.append(
         {
             "_target_": "ScaleIntensityRanged",
@@ -244,7 +244,7 @@ def _transforms(preprocessing: Preprocessing) -> list[Config]:
         }
     )
     if preprocessing.last_size is not None:
-        transforms.append(_resize(preprocessing.last_size, preprocessing.last_size, rounded=False))
+        transforms.append(_make_resize(preprocessing.last_size, preprocessing.last_size, rounded=False))
     num_channels = preprocessing.shape[0]
     if num_channels != preprocessing.channels:
         transforms.append({"_target_": "RepeatChanneld", "keys": _ONE, "repeats": num_channels})
@@ -260,7 +260,7 @@ def _transforms(preprocessing: Preprocessing) -> list[Config]:
     return transforms
 
 
-def _resize(height: int, width: int, *, rounded: bool) -> Config:
+def _make_resize(height: int, width: int, *, rounded: bool) -> Config:
     """Return the transform that resizes an image, bilinear with antialiasing, which MONAI's ``Resized`` lacks.
 
     Args:
@@ -276,7 +276,7 @@ def _resize(height: int, width: int, *, rounded: bool) -> Config:
     return {"_target_": "Lambdad", "keys": _ONE, "func": function}
 
 
-def _postprocessing(facts: BundleFacts) -> list[Config]:
+def _make_postprocessing(facts: BundleFacts) -> list[Config]:
     """Return MONAI's transforms from outputs of the network to predictions.
 
     Raises:
@@ -327,7 +327,7 @@ def _postprocessing(facts: BundleFacts) -> list[Config]:
     return transforms
 
 
-def _handlers(task: Task) -> list[Config]:
+def _make_handlers(task: Task) -> list[Config]:
     """Return the handlers of the evaluator: predictions that are not masks go into a table."""
     if task.per_pixel:
         return []

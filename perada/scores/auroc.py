@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from perada.scores.intervals import LEVEL, NO_INTERVAL, Interval, quantile, student_interval
+from perada.scores.intervals import LEVEL, NO_INTERVAL, ScoreInterval, quantile, student_interval
 
 Floats = NDArray[np.float64]
 NUM_BINS = 4096
@@ -114,7 +114,7 @@ def mean_auroc(aurocs: Sequence[Auroc]) -> Auroc:
     )
 
 
-def auroc_interval(value: float, error: float, fewest: int, level: float = LEVEL) -> Interval:
+def auroc_interval(value: float, error: float, fewest: int, level: float = LEVEL) -> ScoreInterval:
     """Return the interval of an AUROC, symmetric on the scale of log odds, where few images are closer to normal.
 
     The error is estimated from few images of the rarer kind, for which the quantile is Student's t.
@@ -135,13 +135,13 @@ def auroc_interval(value: float, error: float, fewest: int, level: float = LEVEL
         return NO_INTERVAL
     if value in (0.0, 1.0):
         bound = (0.5 - level / 2) ** (1 / fewest)
-        return Interval(bound, 1.0) if value else Interval(0.0, 1 - bound)
+        return ScoreInterval(bound, 1.0) if value else ScoreInterval(0.0, 1 - bound)
     log_odds = math.log(value / (1 - value))
     margin = quantile(level, fewest - 1) * error / (value * (1 - value))
-    return Interval(_sigmoid(log_odds - margin), _sigmoid(log_odds + margin))
+    return ScoreInterval(_sigmoid(log_odds - margin), _sigmoid(log_odds + margin))
 
 
-def auroc_difference_interval(difference: Auroc, error: float, level: float = LEVEL) -> Interval:
+def auroc_difference_interval(difference: Auroc, error: float, level: float = LEVEL) -> ScoreInterval:
     """Return the interval of the difference of two models' AUROC with a standard error."""
     return student_interval(difference.value, error, difference.fewest, lowest=-1.0, highest=1.0, level=level)
 

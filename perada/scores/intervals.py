@@ -43,14 +43,14 @@ ScoreOfSums = Callable[[Tensor], Tensor]
 """Computes scores (...) from sums (..., S), which may be multiplied by any factor without changing the score."""
 
 
-class Interval(NamedTuple):
+class ScoreInterval(NamedTuple):
     """An interval, NaN at both ends if there is none."""
 
     low: float
     high: float
 
 
-NO_INTERVAL = Interval(math.nan, math.nan)
+NO_INTERVAL = ScoreInterval(math.nan, math.nan)
 
 
 def quantile(level: float, degrees_of_freedom: float = math.inf) -> float:
@@ -100,7 +100,7 @@ class GroupSums:
         return GroupSums(self.num_groups, self.sums[indices], self.moments[indices][:, indices])
 
 
-def standard_error(score: ScoreOfSums, group_sums: GroupSums) -> float:
+def standard_error_of_sums(score: ScoreOfSums, group_sums: GroupSums) -> float:
     """Return the standard error of a score by the delta method.
 
     The score is linearised at the sums. Since it does not change if all sums grow by the same factor, the linear terms
@@ -117,12 +117,12 @@ def standard_error(score: ScoreOfSums, group_sums: GroupSums) -> float:
     num_groups = group_sums.num_groups
     if num_groups < 2:
         return math.nan
-    gradient = _gradient(score, group_sums)
+    gradient = _gradient_of(score, group_sums)
     variance = float(gradient @ group_sums.moments @ gradient) * num_groups / (num_groups - 1)
     return math.sqrt(max(variance, 0.0))
 
 
-def _gradient(score: ScoreOfSums, group_sums: GroupSums) -> Tensor:
+def _gradient_of(score: ScoreOfSums, group_sums: GroupSums) -> Tensor:
     """Return the derivatives (S,) of a score by central differences; 0 for sums to which no group has contributed.
 
     Scores of classes that do not occur are 0 / 0, which automatic differentiation would turn into NaN.
@@ -141,7 +141,7 @@ def student_interval(
     lowest: float = -math.inf,
     highest: float = math.inf,
     level: float = LEVEL,
-) -> Interval:
+) -> ScoreInterval:
     """Return the interval of a score with a standard error that was estimated from some groups, within its range.
 
     There is none if the error is 0, but for rounding: that groups do not differ does not make the score certain.
@@ -149,10 +149,10 @@ def student_interval(
     if not error > _LEAST_ERROR or math.isinf(error):
         return NO_INTERVAL
     margin = quantile(level, num_groups - 1) * error
-    return Interval(max(lowest, value - margin), min(highest, value + margin))
+    return ScoreInterval(max(lowest, value - margin), min(highest, value + margin))
 
 
-def share_interval(group_sums: GroupSums, level: float = LEVEL) -> Interval:
+def share_interval(group_sums: GroupSums, level: float = LEVEL) -> ScoreInterval:
     """Return Wilson's interval of a share, such as accuracy.
 
     With groups, the number of trials is divided by the design effect: the variance of the share divided by that
@@ -174,7 +174,7 @@ def share_interval(group_sums: GroupSums, level: float = LEVEL) -> Interval:
     if share in (0.0, 1.0):
         effective_trials = trials**2 / float(group_sums.moments[1, 1])
     else:
-        error = standard_error(ratio, group_sums)
+        error = standard_error_of_sums(ratio, group_sums)
         # Without groups the two variances are equal.
         design_effect = error**2 * (trials - 1) / (share * (1 - share))
         effective_trials = trials / max(1.0, design_effect) if math.isfinite(error) else 1.0
@@ -185,7 +185,7 @@ def share_interval(group_sums: GroupSums, level: float = LEVEL) -> Interval:
     # Rounding could put an end beside the share.
     low = 0.0 if share == 0 else max(0.0, center - margin)
     high = 1.0 if share == 1 else min(1.0, center + margin)
-    return Interval(low, high)
+    return ScoreInterval(low, high)
 
 
 def ratio(sums: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def ratio(sums: Tensor) -> Tensor:
     return sums[..., 0] / sums[..., 1]
 
 
-def paired_share_interval(difference_sums: GroupSums, level: float = LEVEL) -> Interval:
+def paired_share_interval(difference_sums: GroupSums, level: float = LEVEL) -> ScoreInterval:
     """Return the interval of the difference of two shares on the same trials, such as two accuracies.
 
     It is the adjusted Wald interval of Bonett and Price (2012): two trials are added, of which each model wins one.
@@ -206,13 +206,13 @@ def paired_share_interval(difference_sums: GroupSums, level: float = LEVEL) -> I
     sums = difference_sums.sums + torch.tensor([0.0, 2.0], dtype=torch.float64)
     moments = difference_sums.moments + 2 * torch.eye(2, dtype=torch.float64)
     adjusted = GroupSums(difference_sums.num_groups + 2, sums, moments)
-    error = standard_error(ratio, adjusted)
+    error = standard_error_of_sums(ratio, adjusted)
     return student_interval(float(ratio(sums)), error, math.inf, lowest=-1.0, highest=1.0, level=level)
 
 
 def bootstrap_interval(
     sums_of_groups: Tensor, score: ScoreOfSums, seed: int, level: float = LEVEL, resamples: int = RESAMPLES
-) -> Interval:
+) -> ScoreInterval:
     """Return the bootstrap interval of a score, whose groups are drawn with replacement.
 
     It is bias-corrected and accelerated (BCa; Efron, 1987): scores such as the calibration error or Dice are bounded
@@ -264,4 +264,4 @@ def bootstrap_interval(
     low, high = result.confidence_interval
     if not math.isfinite(low + high):
         low, high = np.quantile(scores_of_resamples, [0.5 - level / 2, 0.5 + level / 2])
-    return Interval(float(low), float(high))
+    return ScoreInterval(float(low), float(high))

@@ -122,12 +122,12 @@ class _Hits:
 
     def __call__(self, probabilities: Tensor, targets: Tensor) -> Tensor:
         is_known = self.task.known(targets)
-        is_right = (_decisions(self.task, probabilities) == targets) & is_known
+        is_right = (_decide_classes(self.task, probabilities) == targets) & is_known
         counts = [is_right.reshape(len(targets), -1).sum(1), is_known.reshape(len(targets), -1).sum(1)]
         return torch.stack(counts, 1).double()
 
 
-def _decisions(task: Task, probabilities: Tensor) -> Tensor:
+def _decide_classes(task: Task, probabilities: Tensor) -> Tensor:
     """Return the predicted classes (N,) or labels (N, K) for probabilities (N, K)."""
     return probabilities.argmax(-1) if task.exclusive else (probabilities > 0.5).long()
 
@@ -141,7 +141,7 @@ class _HitsByClass:
 
     def __call__(self, probabilities: Tensor, targets: Tensor) -> Tensor:
         has_class = self.task.presence(targets, self.num_classes).double()
-        is_right = (_decisions(self.task, probabilities) == targets).unsqueeze(1)
+        is_right = (_decide_classes(self.task, probabilities) == targets).unsqueeze(1)
         return torch.cat([has_class * is_right, has_class], 1)
 
 

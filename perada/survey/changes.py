@@ -39,12 +39,12 @@ def count_changes(before: bytes, after: bytes) -> int:
         before: Digests of the patients of a survey.
         after: Those of another one.
     """
-    patients_before = _split(before)
-    patients_after = _split(after)
+    patients_before = _split_digests(before)
+    patients_after = _split_digests(after)
     return max(len(patients_before - patients_after), len(patients_after - patients_before))
 
 
-def _split(digests: bytes) -> set[bytes]:
+def _split_digests(digests: bytes) -> set[bytes]:
     return {digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)}
 
 

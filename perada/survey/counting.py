@@ -28,14 +28,14 @@ from perada.survey.layout import (
     PER_PATIENT,
     Counts,
     Layout,
-    Tally,
+    SurveyTally,
 )
 
 UNLISTED = 255
 """Value of pixels without a class in masks."""
 
 
-def survey_images(images: Sequence[SurveyedImage], layout: Layout) -> Tally:
+def survey_images(images: Sequence[SurveyedImage], layout: Layout) -> SurveyTally:
     """Read and count images. The tally of a survey with noise has it."""
     if layout.options.noise_multiplier is not None:
         images = _first_images_of_patients(images, layout.options.images_per_patient)
@@ -44,8 +44,8 @@ def survey_images(images: Sequence[SurveyedImage], layout: Layout) -> Tally:
         facts = list(tqdm(results, total=len(images), desc="reading", leave=False, disable=None))
     counts = count_facts(images, facts, layout)
     if layout.options.noise_multiplier is not None:
-        return Tally.with_noise(layout, counts)
-    return Tally.of_counts(layout, counts)
+        return SurveyTally.with_noise(layout, counts)
+    return SurveyTally.of_counts(layout, counts)
 
 
 def _first_images_of_patients(images: Sequence[SurveyedImage], limit: int) -> list[SurveyedImage]:

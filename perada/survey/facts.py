@@ -128,7 +128,7 @@ def _stored_facts(image: SurveyedImage, layout: Layout) -> dict[str, str]:
     if kind == "NIfTI":
         volume = read_volume(source.file)
         width, height = slice_size(volume.shape, image.image_set.medical.axis)
-        facts = _sizes(width, height, layout)
+        facts = _size_bins(width, height, layout)
         # The range of a volume's values is not fixed by its type, so its greys are counted after preprocessing only.
         return facts | {
             "bits": _name_of_bits(volume.values.dtype),
@@ -155,8 +155,8 @@ def _facts_of_dicom(path: str, number: int | None, layout: Layout) -> dict[str, 
     lowest = -(2.0 ** (stored_as.bits_stored - 1)) if stored_as.is_signed else 0.0
     greys = (values - lowest) / (2.0**stored_as.bits_stored - 1)
     return {
-        **_sizes(stored_as.columns, stored_as.rows, layout),
-        **_greys(greys, layout),
+        **_size_bins(stored_as.columns, stored_as.rows, layout),
+        **_grey_bins(greys, layout),
         "bits": _name_of_bits(stored_as.bits_stored),
         "colours": colours,
         "modality": modality if modality in layout.blocks["modality"] else OTHER,
@@ -181,8 +181,8 @@ def _facts_of_picture(picture: Image.Image, image_set: ImageFiles, layout: Layou
     elif picture.has_transparency_data:
         colours = "transparent"
     return {
-        **_sizes(*picture.size, layout),
-        **_greys(values / white, layout),
+        **_size_bins(*picture.size, layout),
+        **_grey_bins(values / white, layout),
         "bits": "floating point" if picture.mode == "F" else _name_of_bits(bits),
         "colours": colours,
         **_NOT_MEDICAL,
@@ -193,15 +193,15 @@ def _facts_of_pixels(pixels: NDArray[np.uint8], layout: Layout) -> dict[str, str
     """Return the facts of an image (Ch, H, W) that is no file."""
     channels, height, width = pixels.shape
     return {
-        **_sizes(width, height, layout),
-        **_greys(pixels / 255, layout),
+        **_size_bins(width, height, layout),
+        **_grey_bins(pixels / 255, layout),
         "bits": "8",
         "colours": "grey" if channels == 1 else "colour",
         **_NOT_MEDICAL,
     }
 
 
-def _sizes(width: int, height: int, layout: Layout) -> dict[str, str]:
+def _size_bins(width: int, height: int, layout: Layout) -> dict[str, str]:
     """Return the bins of a width and a height."""
     facts = {}
     for block, size in (("width", width), ("height", height)):
@@ -210,7 +210,7 @@ def _sizes(width: int, height: int, layout: Layout) -> dict[str, str]:
     return facts
 
 
-def _greys(shares: NDArray[np.float64], layout: Layout) -> dict[str, str]:
+def _grey_bins(shares: NDArray[np.float64], layout: Layout) -> dict[str, str]:
     """Return the bins of the darkest, the median and the brightest grey, given as shares of the range."""
     percentiles = np.percentile(shares, [_DARK, 50, _BRIGHT])
     facts = {}

@@ -26,7 +26,7 @@ from perada.survey.layout import (
     OTHER_LABEL,
     OTHER_VALUES,
     Cell,
-    Tally,
+    SurveyTally,
 )
 
 Shares = NDArray[np.float64]
@@ -81,25 +81,25 @@ REMEDIES_OF_REASONS = {
 }
 
 
-def compare_with_others(own: Tally, others: Tally) -> list[str]:
+def compare_with_others(own: SurveyTally, others: SurveyTally) -> list[str]:
     """Return how a site differs from the sum of the others, and what to change; empty if it fits.
 
     Args:
-        own: Tally of the site.
+        own: SurveyTally of the site.
         others: Sum of the tallies of the other sites.
     """
     return [
         *_own_faults(own),
-        *_classes(own, others),
-        *_masks(own, others),
-        *_values(own, others),
-        *_sizes(own, others),
-        *_greys(own, others),
-        *_patients(own, others),
+        *_compare_classes(own, others),
+        *_compare_masks(own, others),
+        *_compare_values(own, others),
+        *_compare_sizes(own, others),
+        *_compare_greys(own, others),
+        *_compare_patients(own, others),
     ]
 
 
-def describe_total(total: Tally) -> list[str]:
+def describe_total(total: SurveyTally) -> list[str]:
     """Return where the sites of a sum do not fit together, and what to change; empty if they do."""
     findings = _own_faults(total)
     findings += _classes_of_some(total)
@@ -111,19 +111,20 @@ def describe_total(total: Tally) -> list[str]:
     if total.cell("patients", "images without patient").num_sites and total.cell("patients", "patients").num_sites:
         cell = total.cell("patients", "images without patient")
         findings.append(
-            f"images without patient {_where(cell, total)}; name patients there, so that splits do not divide them"
+            f"images without patient {_format_places(cell, total)}; name patients there, so that splits do not "
+            "divide them"
         )
     return findings
 
 
-def _where(cell: Cell, tally: Tally) -> str:
+def _format_places(cell: Cell, tally: SurveyTally) -> str:
     """Return at how many sites a count is."""
     if tally.is_noisy or tally.num_sites == 1:
         return f"({cell.describe(tally.layout.options.min_count)})"
     return f"at {cell.num_sites} of {tally.num_sites} sites"
 
 
-def _own_faults(tally: Tally) -> list[str]:
+def _own_faults(tally: SurveyTally) -> list[str]:
     """Return what is wrong whatever other sites have."""
     findings = []
     options = tally.layout.options
@@ -137,14 +138,14 @@ def _own_faults(tally: Tally) -> list[str]:
                 continue
             cell = tally.cell(block, name)
             if cell.num_sites:
-                sites = "" if tally.num_sites == 1 or tally.is_noisy else f" {_where(cell, tally)}"
+                sites = "" if tally.num_sites == 1 or tally.is_noisy else f" {_format_places(cell, tally)}"
                 count = cell.describe(options.min_count)
                 noun = "files that cannot be read" if block == "unreadable" else "images"
                 findings.append(f"{count} {noun}{sites}: {name}; {remedy}")
     return findings
 
 
-def _classes(own: Tally, others: Tally) -> list[str]:
+def _compare_classes(own: SurveyTally, others: SurveyTally) -> list[str]:
     """Return which classes only the site, or only others have, and whether their shares are far apart."""
     missing = []
     alone = []
@@ -172,7 +173,7 @@ def _classes(own: Tally, others: Tally) -> list[str]:
     return findings
 
 
-def _difference_of_classes(own: Tally, others: Tally) -> float:
+def _difference_of_classes(own: SurveyTally, others: SurveyTally) -> float:
     """Return the total variation distance of the shares of the classes."""
     num_classes = len(own.layout.classes)
     if min(own.total("labels"), others.total("labels")) < MIN_IMAGES:
@@ -181,10 +182,10 @@ def _difference_of_classes(own: Tally, others: Tally) -> float:
     other_shares = others.shares("labels")[:num_classes]
     if not own_shares.sum() or not other_shares.sum():
         return 0.0
-    return _distance(own_shares / own_shares.sum(), other_shares / other_shares.sum())
+    return _total_variation(own_shares / own_shares.sum(), other_shares / other_shares.sum())
 
 
-def _classes_of_some(total: Tally) -> list[str]:
+def _classes_of_some(total: SurveyTally) -> list[str]:
     """Return the classes that not all sites have."""
     cells = {name: total.cell("labels", name) for name in total.layout.classes}
     nowhere = [name for name, cell in cells.items() if not cell.num_sites]
@@ -194,7 +195,7 @@ def _classes_of_some(total: Tally) -> list[str]:
     at_some = []
     for name, cell in cells.items():
         if not total.is_noisy and 0 < cell.num_sites < total.num_sites:
-            at_some.append(f"{name!r} only {_where(cell, total)}")
+            at_some.append(f"{name!r} only {_format_places(cell, total)}")
     if at_some:
         findings.append(
             f"images of {', '.join(at_some)}; check the spelling at the others, whose own models do not know them"
@@ -202,7 +203,7 @@ def _classes_of_some(total: Tally) -> list[str]:
     return findings
 
 
-def _masks(own: Tally, others: Tally) -> list[str]:
+def _compare_masks(own: SurveyTally, others: SurveyTally) -> list[str]:
     """Return whether the values of the site's masks are others than those of the others."""
     if not own.layout.has_masks:
         return []
@@ -216,7 +217,7 @@ def _masks(own: Tally, others: Tally) -> list[str]:
     if another_size.num_sites and own_shares.get(ANOTHER_SIZE, 0.0) <= FAR:
         count = another_size.describe(own.layout.options.min_count)
         findings.append(f"{count} masks with {ANOTHER_SIZE}; {REMEDIES_OF_MASKS[ANOTHER_SIZE]}")
-    foreground = _difference(own, others, FOREGROUND)
+    foreground = _difference_of_block(own, others, FOREGROUND)
     if foreground > FAR:
         here = abbreviated(_main_bins(own, FOREGROUND))
         findings.append(
@@ -228,7 +229,7 @@ def _masks(own: Tally, others: Tally) -> list[str]:
     return findings
 
 
-def _masks_of_some(total: Tally) -> list[str]:
+def _masks_of_some(total: SurveyTally) -> list[str]:
     """Return the kinds of wrong masks that some sites have."""
     findings = []
     for kind in (BLACK_AND_WHITE, OTHER_VALUES, ANOTHER_SIZE):
@@ -236,11 +237,11 @@ def _masks_of_some(total: Tally) -> list[str]:
         # Where all sites have 0 and 255, one option is for all of them.
         is_common = kind == BLACK_AND_WHITE and cell.num_sites == total.num_sites
         if cell.num_sites and not is_common:
-            findings.append(f"masks with {kind} {_where(cell, total)}; {REMEDIES_OF_MASKS[kind]}")
+            findings.append(f"masks with {kind} {_format_places(cell, total)}; {REMEDIES_OF_MASKS[kind]}")
     return findings
 
 
-def _values(own: Tally, others: Tally) -> list[str]:
+def _compare_values(own: SurveyTally, others: SurveyTally) -> list[str]:
     """Return the values of properties that the site has and the others lack."""
     findings = []
     for block in PROPERTIES:
@@ -258,13 +259,13 @@ def _values(own: Tally, others: Tally) -> list[str]:
     return findings
 
 
-def _shares_by_name(tally: Tally, block: str) -> dict[str, float]:
+def _shares_by_name(tally: SurveyTally, block: str) -> dict[str, float]:
     """Return the share of each of a block's counts that is not zero."""
     shares = tally.shares(block).tolist()
     return {name: share for name, share in zip(tally.layout.blocks[block], shares, strict=True) if share > 0}
 
 
-def _values_of_some(total: Tally, block: str, remedy: str) -> list[str]:
+def _values_of_some(total: SurveyTally, block: str, remedy: str) -> list[str]:
     """Return the values of a property, if not all sites have the same."""
     names = total.names(block)
     if len(names) < 2:
@@ -274,27 +275,27 @@ def _values_of_some(total: Tally, block: str, remedy: str) -> list[str]:
     cells = {name: total.cell(block, name) for name in names}
     if all(cell.num_sites == total.num_sites for cell in cells.values()):
         return []
-    parts = [f"{name} {_where(cell, total)}" for name, cell in cells.items()]
+    parts = [f"{name} {_format_places(cell, total)}" for name, cell in cells.items()]
     return [f"{block}: {abbreviated(parts, 8)}; {remedy}"]
 
 
-def _sizes(own: Tally, others: Tally) -> list[str]:
+def _compare_sizes(own: SurveyTally, others: SurveyTally) -> list[str]:
     """Return whether the site's images have other sizes."""
     for block in ("width", "height"):
-        if _difference(own, others, block) > FAR:
+        if _difference_of_block(own, others, block) > FAR:
             here = abbreviated(_main_bins(own, block))
             elsewhere = abbreviated(_main_bins(others, block))
             return [f"{block} {here} pixels, but {elsewhere} at the others; {REMEDIES[block]}"]
     return []
 
 
-def _greys(own: Tally, others: Tally) -> list[str]:
+def _compare_greys(own: SurveyTally, others: SurveyTally) -> list[str]:
     """Return whether the site's greys are inverted, dark, or otherwise not those of the others."""
     _, median, brightest, prepared = GREYS
     for block in (prepared, median):
-        difference = _difference(own, others, block)
+        difference = _difference_of_block(own, others, block)
         # Inverted greys are those of the others, once they are inverted again.
-        inverted = _difference(own, others, block, inverts=True)
+        inverted = _difference_of_block(own, others, block, inverts=True)
         if difference > FAR and inverted < difference / 2:
             return [
                 f"greys seem to be inverted ({block} {abbreviated(_main_bins(own, block))}, but "
@@ -310,7 +311,7 @@ def _greys(own: Tally, others: Tally) -> list[str]:
             f"{abbreviated(_main_bins(others, brightest))} at the others); set full_scale to the value of white, such "
             "as 4095 for 12 bits in files of 16"
         )
-    elif _difference(own, others, prepared) > FAR:
+    elif _difference_of_block(own, others, prepared) > FAR:
         findings.append(
             f"images are brighter or darker than those of the others after preprocessing "
             f"({abbreviated(_main_bins(own, prepared))}, but {abbreviated(_main_bins(others, prepared))}); compare "
@@ -319,7 +320,7 @@ def _greys(own: Tally, others: Tally) -> list[str]:
     return findings
 
 
-def _patients(own: Tally, others: Tally) -> list[str]:
+def _compare_patients(own: SurveyTally, others: SurveyTally) -> list[str]:
     """Return whether patients are missing at the site, or not told apart."""
     without = "images without patient"
     findings = []
@@ -340,7 +341,7 @@ def _patients(own: Tally, others: Tally) -> list[str]:
     return findings
 
 
-def _images_per_patient(tally: Tally) -> float:
+def _images_per_patient(tally: SurveyTally) -> float:
     """Return the mean number of images of a patient; 0 if it is not known. Few patients count as one per site."""
     patients = tally.cell("patients", "patients")
     num_patients = patients.count + patients.few
@@ -348,7 +349,7 @@ def _images_per_patient(tally: Tally) -> float:
     return with_patient / num_patients if num_patients else 0.0
 
 
-def _blocks_without_common_bin(total: Tally) -> list[str]:
+def _blocks_without_common_bin(total: SurveyTally) -> list[str]:
     """Return the sizes and greys of which no bin has images of all sites."""
     if total.is_noisy:
         return []
@@ -370,13 +371,13 @@ def _blocks_without_common_bin(total: Tally) -> list[str]:
     return findings
 
 
-def _difference(own: Tally, others: Tally, block: str, inverts: bool = False) -> float:
+def _difference_of_block(own: SurveyTally, others: SurveyTally, block: str, inverts: bool = False) -> float:
     """Return the total variation distance of a block's distributions; 0 if there are too few images.
 
     Bins that are neighbours are taken as one in both ways, so that images just beside an edge are not far apart.
 
     Args:
-        own: Tally of the site.
+        own: SurveyTally of the site.
         others: Sum of the others.
         block: The block.
         inverts: Whether the site's distribution is reversed before.
@@ -387,22 +388,22 @@ def _difference(own: Tally, others: Tally, block: str, inverts: bool = False) ->
     if inverts:
         own_shares = own_shares[::-1]
     other_shares = others.shares(block)
-    pairs = [(_paired(own_shares, first), _paired(other_shares, first)) for first in (0, 1)]
-    return min(_distance(own_pairs, other_pairs) for own_pairs, other_pairs in pairs)
+    pairs = [(_pair_bins(own_shares, first), _pair_bins(other_shares, first)) for first in (0, 1)]
+    return min(_total_variation(own_pairs, other_pairs) for own_pairs, other_pairs in pairs)
 
 
-def _paired(shares: Shares, first: int) -> Shares:
+def _pair_bins(shares: Shares, first: int) -> Shares:
     """Return the sums of neighbouring bins in pairs, of which the first begins at ``first``."""
     edges = [0, *range(first, len(shares), 2)] if first else list(range(0, len(shares), 2))
     return np.add.reduceat(shares, edges)
 
 
-def _distance(shares: Shares, others: Shares) -> float:
+def _total_variation(shares: Shares, others: Shares) -> float:
     """Return the total variation distance of two distributions."""
     return float(np.abs(shares - others).sum() / 2)
 
 
-def _main_bins(tally: Tally, block: str) -> list[str]:
+def _main_bins(tally: SurveyTally, block: str) -> list[str]:
     """Return the bins that have a fifth of a block's images each, or else the fullest one."""
     shares = tally.shares(block)
     names = tally.layout.blocks[block]
@@ -410,7 +411,7 @@ def _main_bins(tally: Tally, block: str) -> list[str]:
     return main or [names[int(shares.argmax())]]
 
 
-def _mean_bin(tally: Tally, block: str) -> float | None:
+def _mean_bin(tally: SurveyTally, block: str) -> float | None:
     """Return the mean number of a block's bin; None if there are too few images."""
     if tally.total(block) < MIN_IMAGES:
         return None

@@ -149,9 +149,9 @@ def _list_manifest(image_set: OwnImages) -> list[SurveyedImage]:
                 path=path,
                 row=row,
                 labels=labels,
-                group=_cell(manifest.columns, "group", row),
+                group=_cell_of_row(manifest.columns, "group", row),
                 mask=None if manifest.masks is None else manifest.masks[row],
-                client=_cell(manifest.columns, "client", row),
+                client=_cell_of_row(manifest.columns, "client", row),
             )
         )
     return images
@@ -213,16 +213,16 @@ def _list_table(table: ImageTable) -> list[SurveyedImage]:
         masks = columns[table.check_column("mask", table.mask)]
     images = []
     for row, file in enumerate(files):
-        mask = _text(masks[row]) if masks is not None else ""
+        mask = _cell_text(masks[row]) if masks is not None else ""
         images.append(
             SurveyedImage(
                 image_set=table,
-                path=existing_spelling(os.path.join(table.root, _text(file))),
+                path=existing_spelling(os.path.join(table.root, _cell_text(file))),
                 row=row,
                 labels=() if masks is not None else _labels_of_row(table, row),
-                group="" if groups is None else _text(groups[row]),
+                group="" if groups is None else _cell_text(groups[row]),
                 mask=existing_spelling(os.path.join(table.root, mask)) if mask else None,
-                client="" if clients is None else _text(clients[row]),
+                client="" if clients is None else _cell_text(clients[row]),
             )
         )
     return images
@@ -234,12 +234,12 @@ def _labels_of_row(table: ImageTable, row: int) -> tuple[str, ...] | None:
     selected = table.label if table.numbers is None else table.numbers
     if isinstance(selected, str) and table.numbers is None:
         cell = columns[table.check_column("label", selected)][row]
-        words = cell if isinstance(cell, list) else _text(cell).split(table.separator or "\0")
+        words = cell if isinstance(cell, list) else _cell_text(cell).split(table.separator or "\0")
         names = tuple(str(word).strip() for word in words if not is_missing(str(word).strip()))
         # With a separator, a blank cell is an image without findings.
         return names if names or table.separator is not None else None
     names_of_columns = [selected] if isinstance(selected, str) else selected
-    cells = {name: _text(columns[table.check_column("label", name)][row]) for name in names_of_columns}
+    cells = {name: _cell_text(columns[table.check_column("label", name)][row]) for name in names_of_columns}
     if all(is_missing(cell) for cell in cells.values()):
         return None
     if table.numbers is not None:
@@ -268,16 +268,16 @@ def _with_frames_and_groups(image_set: OwnImages, images: Sequence[SurveyedImage
     result = []
     for row, path in enumerate(manifest.paths):
         image = images[int(manifest.columns["position"][row])]
-        group = _cell(manifest.columns, "group", row)
+        group = _cell_of_row(manifest.columns, "group", row)
         result.append(SurveyedImage(image_set, path, image.row, image.labels, group, image.mask, image.client))
     return result
 
 
-def _cell(columns: Mapping[str, Any], name: str, row: int) -> str:
+def _cell_of_row(columns: Mapping[str, Any], name: str, row: int) -> str:
     """Return a cell of a column; an empty text if there is no such column."""
     return str(columns[name][row]) if name in columns else ""
 
 
-def _text(cell: object) -> str:
+def _cell_text(cell: object) -> str:
     """Return a cell of a table as text."""
     return "" if cell is None else str(cell).strip()

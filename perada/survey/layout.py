@@ -108,7 +108,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Length of a vector, which has three numbers for each count; see :class:`Tally`."""
+        """Length of a vector, which has three numbers for each count; see :class:`SurveyTally`."""
         return 3 * self.num_counts
 
     @property
@@ -171,7 +171,7 @@ class Cell:
         return f"{self.count} + {few}" if self.many else few
 
 
-class Tally:
+class SurveyTally:
     """The counts of one site, or the sum of several sites'.
 
     A site's own count c becomes three numbers: c if it is at least ``min_count``, else 0; whether it is smaller, but
@@ -190,14 +190,14 @@ class Tally:
         self.num_sites = num_sites
 
     @classmethod
-    def of_counts(cls, layout: Layout, counts: Counts) -> "Tally":
+    def of_counts(cls, layout: Layout, counts: Counts) -> "SurveyTally":
         """Return the tally of one site, without noise, from its exact counts (C,)."""
         is_many = counts >= layout.options.min_count
         is_few = (counts > 0) & ~is_many
         return cls(layout, np.stack([np.where(is_many, counts, 0), is_few, is_many]).astype(np.int64))
 
     @classmethod
-    def with_noise(cls, layout: Layout, counts: Counts) -> "Tally":
+    def with_noise(cls, layout: Layout, counts: Counts) -> "SurveyTally":
         """Return the noisy tally of one site from its exact counts (C,), from a cryptographic generator.
 
         Rounding the noise is post-processing of the Gaussian mechanism, since counts are integers.
@@ -207,7 +207,7 @@ class Tally:
         return cls(layout, np.stack([counts + noise, np.zeros_like(counts), np.zeros_like(counts)]))
 
     @classmethod
-    def of_vector(cls, layout: Layout, vector: Sequence[int] | Counts, num_sites: int = 1) -> "Tally":
+    def of_vector(cls, layout: Layout, vector: Sequence[int] | Counts, num_sites: int = 1) -> "SurveyTally":
         """Return the tally in a vector (3 C,) of :meth:`vector`, or in a sum of vectors of several sites."""
         return cls(layout, np.asarray(vector, dtype=np.int64).reshape(3, layout.num_counts), num_sites)
 
@@ -216,13 +216,13 @@ class Tally:
         numbers: list[int] = self.numbers.ravel().tolist()
         return numbers
 
-    def without(self, other: "Tally") -> "Tally":
+    def without(self, other: "SurveyTally") -> "SurveyTally":
         """Return the sum of the other sites, without those of a tally."""
-        return Tally(self.layout, self.numbers - other.numbers, self.num_sites - other.num_sites)
+        return SurveyTally(self.layout, self.numbers - other.numbers, self.num_sites - other.num_sites)
 
-    def plus(self, other: "Tally") -> "Tally":
+    def plus(self, other: "SurveyTally") -> "SurveyTally":
         """Return the sum of two tallies."""
-        return Tally(self.layout, self.numbers + other.numbers, self.num_sites + other.num_sites)
+        return SurveyTally(self.layout, self.numbers + other.numbers, self.num_sites + other.num_sites)
 
     @property
     def is_noisy(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from perada.core.text import printable
 from perada.results.report import table
 from perada.survey.findings import compare_with_others, describe_total
-from perada.survey.layout import Tally
+from perada.survey.layout import SurveyTally
 from perada.system.files import write_atomic
 
 TOGETHER = "together"
@@ -27,8 +27,8 @@ class Survey:
         sites: Names of the sites in the sum.
     """
 
-    total: Tally
-    rows: Mapping[str, Tally] = field(default_factory=dict)
+    total: SurveyTally
+    rows: Mapping[str, SurveyTally] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     sites: Sequence[str] = ()
 
@@ -101,7 +101,7 @@ def survey_record(survey: Survey) -> dict[str, Any]:
     }
 
 
-def _tally_record(tally: Tally) -> dict[str, dict[str, dict[str, int]]]:
+def _tally_record(tally: SurveyTally) -> dict[str, dict[str, dict[str, int]]]:
     """Return the counts that are not zero by block and name."""
     record: dict[str, dict[str, dict[str, int]]] = {}
     for block, name, cell in tally.rows():

@@ -328,10 +328,10 @@ class Search:
         if self.plan.rounds < self.largest_plan.rounds or self.ran_out_of_time or not self.best_of_method:
             self.notes.append("dearer adapters were not tried: the budget is too small")
             return
-        self._climb(plan.num_levels)
+        self._try_dearer_adapters(plan.num_levels)
         self._add_settings(plan.num_added)
 
-    def _climb(self, num_levels_before: int) -> None:
+    def _try_dearer_adapters(self, num_levels_before: int) -> None:
         """Try the best setting of each method with dearer adapters.
 
         Each adapter is tried with all methods or with none. It keeps the rates and λ that were best with the cheapest.
@@ -450,8 +450,8 @@ class Search:
             self._time_recipe(first_method, rounds)
         remaining = [method for method in self.largest_plan.methods if method not in self.failed_methods]
         if self._tries_cheapest_first:
-            self._time([first_method], rounds)
-        self._time([method for method in remaining if method != first_method], rounds)
+            self._time_rounds([first_method], rounds)
+        self._time_rounds([method for method in remaining if method != first_method], rounds)
         if not self.working_methods:
             reasons = "; ".join(f"{method}: {reason}" for method, reason in self.failed_methods.items())
             raise ValueError(f"no method could be trained: {reasons}")
@@ -494,7 +494,7 @@ class Search:
         if not self._tries_cheapest_first or is_cheapest:
             self._check_budget(method)
 
-    def _time(self, methods: Sequence[str], rounds: int) -> None:
+    def _time_rounds(self, methods: Sequence[str], rounds: int) -> None:
         """Train the first settings of methods for some rounds."""
         trials = []
         for method in methods:

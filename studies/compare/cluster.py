@@ -123,7 +123,7 @@ def check_cluster(options: ClusterOptions, threads: int) -> None:
     if options.cpus is not None and options.cpus < threads:
         raise invalid_option("--cpus", options.cpus, f"at least {threads}, the number of --threads")
     _check_partition(options)
-    answer = _call("sbatch", "--test-only", *options.sbatch_words(threads), "--wrap=true")
+    answer = _run_command("sbatch", "--test-only", *options.sbatch_words(threads), "--wrap=true")
     if answer.returncode:
         reason = " ".join(answer.stderr.split())
         rejected_options = " ".join(options.sbatch_words(threads))
@@ -134,14 +134,14 @@ def check_cluster(options: ClusterOptions, threads: int) -> None:
 
 def _check_partition(options: ClusterOptions) -> None:
     """Raise a ValueError if there is no such partition, or its jobs may not be as long."""
-    answer = _call("sinfo", "--noheader", "--format=%R|%l|%a")
+    answer = _run_command("sinfo", "--noheader", "--format=%R|%l|%a")
     if answer.returncode:
         reason = " ".join(answer.stderr.split())
         raise ConnectionError(f"--launcher slurm: Slurm does not answer ({reason}); try again when `sinfo` does")
     longest_minutes = {}
     for line in answer.stdout.splitlines():
         name, limit, _ = line.split("|")
-        longest_minutes[name.strip()] = _minutes(limit)
+        longest_minutes[name.strip()] = _parse_minutes(limit)
     if options.partition is None:
         return
     for name in options.partition.split(","):  # Slurm takes the first of several that has room
@@ -153,10 +153,10 @@ def _check_partition(options: ClusterOptions) -> None:
             )
 
 
-def _minutes(limit: str) -> int | None:
+def _parse_minutes(limit: str) -> int | None:
     """Return the minutes of a time limit as Slurm prints it; None for no limit.
 
-    >>> _minutes("30:00"), _minutes("2:00:00"), _minutes("1-12:00:00"), _minutes("infinite")
+    >>> _parse_minutes("30:00"), _parse_minutes("2:00:00"), _parse_minutes("1-12:00:00"), _parse_minutes("infinite")
     (30, 120, 2160, None)
     """
     days, _, clock = limit.rpartition("-")
@@ -169,7 +169,7 @@ def _minutes(limit: str) -> int | None:
     return int(days or 0) * 24 * 60 + seconds // 60
 
 
-def _call(*words: str) -> subprocess.CompletedProcess[str]:
+def _run_command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
@@ -258,7 +258,9 @@ class Slurm:
     def states(self, jobs: Sequence[ClusterJob]) -> dict[str, str] | None:
         """Return the states of jobs by their ids, without those that are not known; None if there is no answer."""
         ids = sorted({job.job_id.partition("_")[0] for job in jobs})
-        answer = _call("squeue", "--noheader", "--states=all", "--array", "--format=%i %T", f"--jobs={','.join(ids)}")
+        answer = _run_command(
+            "squeue", "--noheader", "--states=all", "--array", "--format=%i %T", f"--jobs={','.join(ids)}"
+        )
         if answer.returncode:
             # Jobs that ended some minutes ago are forgotten.
             return {} if "Invalid job id" in answer.stderr else None
@@ -271,7 +273,7 @@ class Slurm:
     def cancel(self, jobs: Sequence[ClusterJob]) -> None:
         """End jobs."""
         if jobs:
-            _call("scancel", *(job.job_id for job in jobs))
+            _run_command("scancel", *(job.job_id for job in jobs))
 
 
 class Waiting(NamedTuple):
@@ -342,7 +344,7 @@ class ClusterRunner:
         started = set()
         seconds_to_next = POLL_SECONDS
         while self._waiting:
-            results, running = self._poll()
+            results, running = self._poll_jobs()
             for index in [*running, *results]:
                 if index not in started:
                     started.add(index)
@@ -355,7 +357,7 @@ class ClusterRunner:
             if self._waiting:
                 time.sleep(seconds_to_next)
 
-    def _poll(self) -> tuple[dict[int, Result], list[int]]:
+    def _poll_jobs(self) -> tuple[dict[int, Result], list[int]]:
         """Return the results that have come, and which jobs run."""
         states = self.scheduler.states([waiting.job for waiting in self._waiting.values()])
         results: dict[int, Result] = {}

@@ -75,7 +75,7 @@ class SameData(pl.Callback):
 
     def __init__(self, folder: Path, cli: ConfiguredRun) -> None:
         options = json.dumps(cli.config.data.as_dict(), sort_keys=True, default=str)
-        self.path = folder / f"{_digest(options)}.json"
+        self.path = folder / f"{_digest_of_text(options)}.json"
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the digests of the images, or compare them.
@@ -87,7 +87,7 @@ class SameData(pl.Callback):
         digests = {}
         for part, content in data.fingerprint.items():
             # A digest does not reveal the names of clients.
-            digests[part] = _digest(json.dumps(content, sort_keys=True, default=str))
+            digests[part] = _digest_of_text(json.dumps(content, sort_keys=True, default=str))
         node = socket.gethostname()
         _write_first(self.path, {"node": node, "digests": digests})
         first = json.loads(self.path.read_text(encoding="utf-8"))
@@ -172,5 +172,5 @@ def _first_difference(values: Mapping[str, str], others: Mapping[str, str]) -> s
     return None
 
 
-def _digest(text: str) -> str:
+def _digest_of_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -10,7 +10,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.cli.main import main
-from perada.deploy.jobs import Job, decode_counts, encode_counts, job_digest
+from perada.deploy.jobs import DeployedJob, decode_counts, encode_counts, job_digest
 from perada.deploy.protocol import RejectionError, Request, digest_of_message, pack, read_header
 from perada.deploy.server.jobs import JobRun
 from perada.deploy.site.file import Limits
@@ -22,7 +22,7 @@ from perada.deploy.transport import Failure, LocalTransport, Terms
 from perada.server.sums import SecureSums
 
 VECTORS = {"site0": [5, 0, 7], "site1": [1, 2, 3], "site2": [10, 20, 2**40], "site3": [0, 0, 1]}
-JOBS = [Job("survey", job_digest(f"job {number}".encode()), SecureSums(), 3) for number in range(30)]
+JOBS = [DeployedJob("survey", job_digest(f"job {number}".encode()), SecureSums(), 3) for number in range(30)]
 JOB = JOBS[0]
 
 

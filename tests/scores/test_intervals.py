@@ -14,7 +14,7 @@ from perada.scores.intervals import (
     paired_share_interval,
     ratio,
     share_interval,
-    standard_error,
+    standard_error_of_sums,
     student_interval,
     sum_groups,
 )
@@ -49,7 +49,7 @@ def test_standard_error_is_that_of_a_ratio_estimator():
     value = numerators.sum() / denominators.sum()
     residuals = numerators - value * denominators
     expected = math.sqrt(25 / 24 * (residuals**2).sum()) / denominators.sum()
-    assert standard_error(ratio, GroupSums.of(sums)) == pytest.approx(expected, rel=1e-7)
+    assert standard_error_of_sums(ratio, GroupSums.of(sums)) == pytest.approx(expected, rel=1e-7)
 
 
 def test_sums_of_classes_that_do_not_occur_have_no_influence():
@@ -58,8 +58,8 @@ def test_sums_of_classes_that_do_not_occur_have_no_influence():
         return (hits / images).nanmean(-1)
 
     groups = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
-    expected = standard_error(ratio, GroupSums.of(groups[:, [0, 2]]))
-    assert standard_error(mean_of_classes, GroupSums.of(groups)) == pytest.approx(expected)
+    expected = standard_error_of_sums(ratio, GroupSums.of(groups[:, [0, 2]]))
+    assert standard_error_of_sums(mean_of_classes, GroupSums.of(groups)) == pytest.approx(expected)
 
 
 def test_paired_interval_is_that_of_bonett_and_price():
@@ -87,7 +87,7 @@ def test_bootstrap_is_scipys_of_groups():
 def test_no_interval_pretends_certainty(rows):
     equal = torch.tensor([[0.5, 1.0]] * rows)
     assert all(map(math.isnan, bootstrap_interval(equal, ratio, seed=0)))
-    error = standard_error(ratio, GroupSums.of(equal))
+    error = standard_error_of_sums(ratio, GroupSums.of(equal))
     assert all(map(math.isnan, student_interval(0.5, error, rows)))
 
 

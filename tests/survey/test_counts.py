@@ -14,7 +14,7 @@ from perada.survey.counting import count_facts, survey_images
 from perada.survey.facts import read_facts
 from perada.survey.findings import compare_with_others, describe_total
 from perada.survey.images import SurveyedImage, images_of_source
-from perada.survey.layout import MASK_KINDS, Cell, Layout, Tally
+from perada.survey.layout import MASK_KINDS, Cell, Layout, SurveyTally
 from perada.survey.options import SurveyOptions
 from perada.survey.recipe import parse_survey
 from tests.data.dicom_files import dataset, save
@@ -34,17 +34,17 @@ def random_counts(rng, size):
 
 def test_a_vector_has_no_count_below_the_minimum_and_zero_is_told_apart():
     counts_of_sites = [random_counts(np.random.default_rng(seed), layout().num_counts) for seed in range(4)]
-    tallies = [Tally.of_counts(layout(), counts) for counts in counts_of_sites]
+    tallies = [SurveyTally.of_counts(layout(), counts) for counts in counts_of_sites]
     for counts, tally in zip(counts_of_sites, tallies, strict=True):
         vector = tally.vector()
         assert len(vector) == layout().size
         sent = vector[: layout().num_counts]
         assert all(number == 0 or number >= 5 for number in sent)
-        again = Tally.of_vector(layout(), vector)
+        again = SurveyTally.of_vector(layout(), vector)
         for (block, name), count in zip(layout().places, counts.tolist(), strict=True):
             expected = Cell(count if count >= 5 else 0, int(0 < count < 5), int(count >= 5))
             assert again.cell(block, name) == expected
-    total = Tally.of_vector(layout(), np.sum([tally.vector() for tally in tallies], 0), 4)
+    total = SurveyTally.of_vector(layout(), np.sum([tally.vector() for tally in tallies], 0), 4)
     for place, (block, name) in enumerate(layout().places):
         column = [int(counts[place]) for counts in counts_of_sites]
         large = [count for count in column if count >= 5]
@@ -215,7 +215,7 @@ def test_with_noise_no_more_images_of_a_patient_are_counted_and_small_counts_are
     tally = survey_images(images, chosen)
     assert tally.cell("images", "read").count == 80
     assert tally.numbers[1:].sum() == 0
-    noisy = Tally.with_noise(layout(noise_multiplier=3.0), np.zeros(chosen.num_counts, np.int64))
+    noisy = SurveyTally.with_noise(layout(noise_multiplier=3.0), np.zeros(chosen.num_counts, np.int64))
     deviation = layout(noise_multiplier=3.0).options.deviation(chosen.cells_per_image)
     sample = noisy.numbers[0]
     assert abs(sample.std() / deviation - 1) < 0.3
@@ -227,8 +227,8 @@ def test_a_site_with_few_images_is_compared_without_wrong_findings():
     exact = np.zeros(layout().num_counts, np.int64)
     for pair, count in counts.items():
         exact[layout().places[pair]] = count
-    small = Tally.of_counts(layout(), exact)
-    large = Tally.of_counts(layout(), exact * 100)
+    small = SurveyTally.of_counts(layout(), exact)
+    large = SurveyTally.of_counts(layout(), exact * 100)
     others = large.plus(large)
     assert compare_with_others(small, others) == []
     assert describe_total(others.plus(small)) == []

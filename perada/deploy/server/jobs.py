@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from perada.core.states import State
-from perada.deploy.jobs import TOTAL_NAME, Counts, Job, decode_counts
+from perada.deploy.jobs import TOTAL_NAME, Counts, DeployedJob, decode_counts
 from perada.deploy.protocol import SUM_KINDS, Request, RequestKind, Response, max_message_size, pack, spec_of
 from perada.deploy.server.progress import RoundRecord
 from perada.deploy.server.rounds import TRANSIENT, ask_sites
@@ -61,7 +61,7 @@ class JobRun:
         ModuleNotFoundError: If the libraries of secure sums are missing.
     """
 
-    def __init__(self, job: Job, transport: Transport, terms: Terms) -> None:
+    def __init__(self, job: DeployedJob, transport: Transport, terms: Terms) -> None:
         check_cryptography()
         self.job = job
         self.min_sites = max(terms.min_sites, job.options.min_sites)
@@ -103,7 +103,7 @@ class JobRun:
         """Return the terms of an attempt at the sum."""
         return SumTerms(self.run, 0, self.job.digest, self.job.options, attempt, of=self.job.kind)
 
-    def _request(self, kind: RequestKind, **fields: Any) -> Request:
+    def _make_request(self, kind: RequestKind, **fields: Any) -> Request:
         """Return a request, which is the same for all sites."""
         return Request(kind, self.run, self.job.digest, of=self.job.kind, **fields)
 
@@ -113,7 +113,7 @@ class JobRun:
         Raises:
             TimeoutError: If there are too few at the deadline.
         """
-        message = pack(self._request("count"))
+        message = pack(self._make_request("count"))
         end = time.monotonic() + self.terms.deadline
         counted: dict[str, tuple[Response, State]] = {}
         while True:
@@ -171,7 +171,7 @@ class JobRun:
         end = time.monotonic() + self.terms.deadline / len(SUM_KINDS)
         messages = {}
         for name, content in contents.items():
-            messages[name] = pack(self._request(kind, attempt=attempt, sums=content))
+            messages[name] = pack(self._make_request(kind, attempt=attempt, sums=content))
             self._failed.pop(name, None)
         answered: dict[str, tuple[Response, State]] = {}
         while True:
@@ -183,7 +183,7 @@ class JobRun:
 
     def _send_back(self, sites: list[str], total: Counts) -> None:
         """Send the sum to the sites in it, so that each can compare itself with the others; failures do not matter."""
-        request = self._request("compare", clients=len(sites))
+        request = self._make_request("compare", clients=len(sites))
         message = pack(request, {TOTAL_NAME: torch.from_numpy(total.view(np.uint64))})
         end = time.monotonic() + self.terms.deadline / len(SUM_KINDS)
         self._ask_once(dict.fromkeys(sites, message), {}, end)

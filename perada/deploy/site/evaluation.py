@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from perada.deploy.jobs import Counts, Job
+from perada.deploy.jobs import Counts, DeployedJob
 from perada.deploy.site.file import Limits
 from perada.deploy.site.jobs import SiteJob
 from perada.deploy.site.survey import MIN_CHANGES
@@ -35,7 +35,7 @@ class SiteEvaluation(SiteJob):
 
     def __init__(
         self,
-        job: Job,
+        job: DeployedJob,
         limits: Limits,
         summaries: Summaries,
         predict: Callable[[], ClientOutputs],
@@ -69,10 +69,10 @@ class SiteEvaluation(SiteJob):
         impossible = self.summaries.find_impossible(total - own)
         if impossible:
             return [f"no images have the {impossible!r} that the server names for the {num_sites - 1} others"]
-        rows_of_others = {_key(row): row for row in self.summaries.rows(POOLED, total - own)}
+        rows_of_others = {_subject_of(row): row for row in self.summaries.rows(POOLED, total - own)}
         lines = []
         for row in self.summaries.rows(POOLED, own):
-            others = rows_of_others.get(_key(row))
+            others = rows_of_others.get(_subject_of(row))
             if row.class_name is not None or others is None:
                 continue
             name = row.model if row.versus is None else f"{row.model} − {row.versus}"
@@ -83,6 +83,6 @@ class SiteEvaluation(SiteJob):
         return lines
 
 
-def _key(row: ScoreRow) -> tuple[str, str | None, str, str | None]:
+def _subject_of(row: ScoreRow) -> tuple[str, str | None, str, str | None]:
     """Return what a row is about, of whatever images."""
     return row.model, row.versus, row.score, row.class_name

@@ -13,7 +13,7 @@ import torch
 
 from perada.core.states import State
 from perada.core.text import printable
-from perada.deploy.jobs import TOTAL_NAME, Counts, Job, encode_counts
+from perada.deploy.jobs import TOTAL_NAME, Counts, DeployedJob, encode_counts
 from perada.deploy.protocol import (
     SUM_KINDS,
     RejectionError,
@@ -58,7 +58,7 @@ class SiteJob(ABC):
     min_changes: int = 0
     is_of_training_images: bool = True
 
-    def __init__(self, job: Job, limits: Limits) -> None:
+    def __init__(self, job: DeployedJob, limits: Limits) -> None:
         self.job = job
         self.limits = limits
 
@@ -153,14 +153,14 @@ class JobHandler:
             raise RejectionError(f"{request.kind} was requested of a recipe for a job ({site_job.job.kind})", "other")
         if request.kind == "count":
             unpack(message, {})
-            return self._count(site_job, request, message_digest)
+            return self._answer_count(site_job, request, message_digest)
         record = self.store.totals.jobs.get(request.run)
         if record is None:
             raise RejectionError(f"nothing was counted in run {request.run}", "other")
         if request.kind in SUM_KINDS:
             return self._take_step(site_job, request, message_digest, record)
         if request.kind == "compare":
-            return self._compare(site_job, message, message_digest, record)
+            return self._log_comparison(site_job, message, message_digest, record)
         raise RejectionError(f"{request.kind} cannot be requested of a job without training", "other")
 
     def spent(self, site_job: SiteJob) -> dict[str, float | None] | None:
@@ -170,7 +170,7 @@ class JobHandler:
         epsilon = site_job.budget.epsilon(self.store.totals.ledger.history(IMAGES_LEDGER))
         return {"spent": finite_or_none(epsilon), "delta": site_job.limits.delta}
 
-    def _count(self, site_job: SiteJob, request: Request, message_digest: str) -> bytes:
+    def _answer_count(self, site_job: SiteJob, request: Request, message_digest: str) -> bytes:
         """Make the site's vector, unless it was made before, and offer keys for the secure sum."""
         record = self.store.totals.jobs.get(request.run)
         if record is None:
@@ -183,10 +183,10 @@ class JobHandler:
         if site_job.permission in self.permissions.may_send:
             facts["row"] = site_job.own_row(record.vector)
             record = replace(record, is_open=True)
-        self._commit(site_job, request.run, record)
+        self._commit_record(site_job, request.run, record)
         keys: dict[str, Any] = {}
         if self.party is not None:
-            terms = _terms(site_job, replace(request, attempt=0))
+            terms = _terms_of_sum(site_job, replace(request, attempt=0))
             keys = self.party.offer_keys(terms, _no_claims(), begin=not record.is_masked)
         return pack(Response("ok", message_digest, facts, keys))
 
@@ -242,7 +242,7 @@ class JobHandler:
                 )
         return patients
 
-    def _commit(self, site_job: SiteJob, run: str, record: JobRecord) -> None:
+    def _commit_record(self, site_job: SiteJob, run: str, record: JobRecord) -> None:
         """Commit the vector, which is made once, and its cost if it is about to leave for the first time."""
         totals = self.store.totals
         former = totals.jobs.get(run)
@@ -270,7 +270,7 @@ class JobHandler:
         party = self.party
         if party is None:
             raise RejectionError("the site's file has no section secure_sums", "other")
-        terms = _terms(site_job, request)
+        terms = _terms_of_sum(site_job, request)
         reply = party.saved_reply(terms, message_digest)
         if reply is None:
             answered = self._find_answered(request.recipe)
@@ -282,7 +282,7 @@ class JobHandler:
             party.save_reply(terms, message_digest, reply)
         if tensor_sizes(reply):
             # The commit precedes sending: the vector and its cost must be known after a crash.
-            self._commit(site_job, request.run, replace(record, is_masked=True))
+            self._commit_record(site_job, request.run, replace(record, is_masked=True))
         return reply
 
     def _make_reply(
@@ -314,7 +314,7 @@ class JobHandler:
             self.log.info("%s: sites in the sum: %s", site_job.job.kind, ", ".join(party.survivors(terms)))
         return pack(Response("ok", message_digest, sums=step_reply.content), tensors)
 
-    def _compare(self, site_job: SiteJob, message: bytes, message_digest: str, record: JobRecord) -> bytes:
+    def _log_comparison(self, site_job: SiteJob, message: bytes, message_digest: str, record: JobRecord) -> bytes:
         """Log how the site differs from the others. The reply says nothing of it."""
         if not record.is_masked:
             raise RejectionError("a sum is to be compared, but the site's vector is in none", "other")
@@ -327,7 +327,7 @@ class JobHandler:
         return pack(Response("ok", message_digest))
 
 
-def _terms(site_job: SiteJob, request: Request) -> "SumTerms":
+def _terms_of_sum(site_job: SiteJob, request: Request) -> "SumTerms":
     """Return the terms of the sum that a request is about, from the site's own recipe."""
     from perada.deploy.sums.keys import SumTerms
 

@@ -3,14 +3,14 @@
 
 from collections.abc import Callable, Sequence
 
-from perada.deploy.jobs import Counts, Job
+from perada.deploy.jobs import Counts, DeployedJob
 from perada.deploy.site.file import Limits
 from perada.deploy.site.jobs import SiteJob
 from perada.survey.changes import count_changes, digests_of_patients
 from perada.survey.counting import survey_images
 from perada.survey.findings import compare_with_others
 from perada.survey.images import SurveyedImage
-from perada.survey.layout import Layout, Tally
+from perada.survey.layout import Layout, SurveyTally
 
 MIN_CHANGES = 5
 """Smallest number of patients by which two surveys without noise may differ, if they differ."""
@@ -30,7 +30,7 @@ class SiteSurvey(SiteJob):
     limit_name = "max_surveys"
 
     def __init__(
-        self, job: Job, limits: Limits, layout: Layout, list_images: Callable[[], Sequence[SurveyedImage]]
+        self, job: DeployedJob, limits: Limits, layout: Layout, list_images: Callable[[], Sequence[SurveyedImage]]
     ) -> None:
         super().__init__(job, limits)
         self.layout = layout
@@ -47,7 +47,7 @@ class SiteSurvey(SiteJob):
         """Return how many patients differ between two surveys."""
         return count_changes(before, after)
 
-    def make_tally(self) -> Tally:
+    def make_tally(self) -> SurveyTally:
         """Count the site's images, with noise if the survey has any."""
         return survey_images(self._list_images(), self.layout)
 
@@ -57,7 +57,7 @@ class SiteSurvey(SiteJob):
 
     def compare(self, own_vector: Sequence[int], total: Counts, num_sites: int) -> list[str]:
         """Return how the site's images differ from those of the other sites."""
-        own = Tally.of_vector(self.layout, own_vector)
-        sum_of_all = Tally.of_vector(self.layout, total, num_sites)
+        own = SurveyTally.of_vector(self.layout, own_vector)
+        sum_of_all = SurveyTally.of_vector(self.layout, total, num_sites)
         lines = compare_with_others(own, sum_of_all.without(own))
         return lines or [f"the images fit to those of the {num_sites - 1} other sites, as far as counts show it"]

@@ -318,15 +318,20 @@ def test_two_users_at_once(slurm, undisturbed):
 
 def choose(*words):
     """Return the words of a search among all methods, of which each that has a second row has the same images."""
-    search = ["choose", "slow.yaml", "--budget", "4m", "--seeds", "0", "--trainer.callbacks=null"]
+    search = ["choose", "slow.yaml", "--budget", "3m", "--seeds", "0", "--trainer.callbacks=null"]
     return [sys.executable, "-m", "perada", *search, *words]
 
 
 def trials_of(folder, name):
-    """Return the records of a search without times, by what was run."""
+    """Return the records of the trials that a search has finished, without times, by what was run."""
     trials = {}
     for record in json.loads((folder / name / "results.json").read_text()):
-        key = (record["stage"], record["label"], record["seed"], json.dumps(record["point"], sort_keys=True))
+        if "failed" in record:
+            # The budget was spent before Slurm started the job.
+            continue
+        # The same setting may be tried with several numbers of rounds.
+        tried = json.dumps([record["point"], record["varied"]], sort_keys=True)
+        key = (record["stage"], record["label"], record["seed"], tried)
         trials[key] = {name: value for name, value in record.items() if name not in SEARCH_TIMES}
     return trials
 
