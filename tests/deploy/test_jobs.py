@@ -274,3 +274,11 @@ def test_noise_may_make_counts_negative():
 def test_messages_of_jobs_have_a_digest_of_the_recipe_and_weights():
     assert job_digest(b"a") != job_digest(b"b") != job_digest(b"b", "weights")
     assert len(job_digest(b"a")) == 64 and digest_of_message(b"a") != job_digest(b"a")
+
+
+def test_a_run_cannot_be_continued_with_another_recipe(tmp_path):
+    sites = Sites(tmp_path)
+    result = sites.run()
+    step = Request("keys", result.run, JOBS[1].digest, of="survey", attempt=1)
+    # The vector has left under masks for its own recipe, so no second sum may have it.
+    assert code(sites.workers["site0"].answer(pack(step), "x")) == "other"

@@ -157,6 +157,9 @@ class JobHandler:
         record = self.store.totals.jobs.get(request.run)
         if record is None:
             raise RejectionError(f"nothing was counted in run {request.run}", "other")
+        if record.recipe != request.recipe:
+            # Else a vector would be in the sums of several recipes, over other sites in each.
+            raise RejectionError(f"run {request.run} was begun with another recipe", "other")
         if request.kind in SUM_KINDS:
             return self._take_step(site_job, request, message_digest, record)
         if request.kind == "compare":
