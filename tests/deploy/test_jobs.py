@@ -282,3 +282,21 @@ def test_a_run_cannot_be_continued_with_another_recipe(tmp_path):
     step = Request("keys", result.run, JOBS[1].digest, of="survey", attempt=1)
     # The vector has left under masks for its own recipe, so no second sum may have it.
     assert code(sites.workers["site0"].answer(pack(step), "x")) == "other"
+
+
+def test_limits_hold_for_runs_that_were_begun_side_by_side(tmp_path):
+    sites = Sites(tmp_path, max_surveys=1)
+    other_sums = [lambda: sites.run(job=JOBS[1])]
+
+    class Interrupting(LocalTransport):
+        """Makes another sum after the sites have counted, and before they send anything under masks."""
+
+        def exchange(self, messages, enough, deadline):
+            if read_header(next(iter(messages.values())))["kind"] == "shares" and other_sums:
+                other_sums.pop()()
+            return super().exchange(messages, enough, deadline)
+
+    with pytest.raises(RejectionError):
+        sites.run(Interrupting(sites.workers), deadline=2.0)
+    for worker in sites.workers.values():
+        assert [record.recipe for record in worker.store.totals.jobs.values() if record.has_left] == [JOBS[1].digest]

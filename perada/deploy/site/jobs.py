@@ -178,7 +178,8 @@ class JobHandler:
         record = self.store.totals.jobs.get(request.run)
         if record is None:
             self._check_limits(site_job, request)
-            patients = self._check_changes(site_job)
+            patients = site_job.digests_of_patients()
+            self._check_changes(site_job, patients)
             record = JobRecord(site_job.job.kind, request.recipe, site_job.make_vector(), patients)
         if record.recipe != request.recipe:
             raise RejectionError(f"run {request.run} was begun with another recipe", "other")
@@ -225,14 +226,15 @@ class JobHandler:
                 return run
         return None
 
-    def _check_changes(self, site_job: SiteJob) -> bytes:
-        """Return the digests of the site's patients.
+    def _check_changes(self, site_job: SiteJob, patients: bytes) -> None:
+        """Raise a RejectionError if few patients have changed since a former job of this kind.
 
-        Raises:
-            RejectionError: If few of them have changed since a former job of this kind: the difference of the two sums
-                would be theirs.
+        The difference of the two sums would be theirs.
+
+        Args:
+            site_job: The job.
+            patients: Digests of the patients that it counts.
         """
-        patients = site_job.digests_of_patients()
         for run, record in self.store.totals.jobs.items():
             if not record.has_left or record.kind != site_job.job.kind:
                 continue
@@ -243,7 +245,6 @@ class JobHandler:
                     f"fewer than {site_job.min_changes} would show them; wait until more have changed",
                     "exhausted",
                 )
-        return patients
 
     def _commit_record(self, site_job: SiteJob, run: str, record: JobRecord) -> None:
         """Commit the vector, which is made once, and its cost if it is about to leave for the first time."""
@@ -280,6 +281,10 @@ class JobHandler:
             if answered is not None and request.kind in ("keys", "mask"):
                 # The difference of two sums over other sites would be the vector of a single site.
                 raise RejectionError(f"secure sum: the vector was already sent under masks in run {answered}", "other")
+            if request.kind == "mask" and not record.has_left:
+                # Other jobs may have been answered since this one was counted.
+                self._check_limits(site_job, request)
+                self._check_changes(site_job, record.patients)
             reply = self._make_reply(party, site_job, request, terms, message_digest, record)
             # The reply is made before the commit, which may fail: a step is taken once, so its reply is made once.
             party.save_reply(terms, message_digest, reply)
