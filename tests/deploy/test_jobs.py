@@ -300,3 +300,13 @@ def test_limits_hold_for_runs_that_were_begun_side_by_side(tmp_path):
         sites.run(Interrupting(sites.workers), deadline=2.0)
     for worker in sites.workers.values():
         assert [record.recipe for record in worker.store.totals.jobs.values() if record.has_left] == [JOBS[1].digest]
+
+
+def test_the_reply_to_a_comparison_does_not_tell_how_it_went(tmp_path, caplog):
+    sites = Sites(tmp_path)
+    result = sites.run()
+    sites.jobs["site0"][JOB.digest].compare = lambda *_: 1 / 0
+    total = {"total": torch.zeros(3, dtype=torch.uint64)}
+    forged = pack(Request("compare", result.run, JOB.digest, of="survey", clients=4), total)
+    assert code(sites.workers["site0"].answer(forged, "x")) == "ok"
+    assert "ZeroDivisionError" in caplog.text
