@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that a site sends of its own scores, if its file allows it: values with intervals, and no counts."""
+"""The rows that a site sends of its own scores, if its file allows it: values with intervals."""
 
 import math
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def row_keys(summaries: Summaries) -> list[RowKey]:
 def encode_rows(summaries: Summaries, summary: Integers) -> list[int]:
     """Return a site's own rows as integers.
 
-    How many images they rest on is told only as far as they can be ranked.
+    How many images they rest on is not among them, but follows from Wilson's intervals.
 
     Args:
         summaries: Layout of the summary.

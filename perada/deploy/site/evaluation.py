@@ -60,7 +60,7 @@ class SiteEvaluation(SiteJob):
         return summary
 
     def own_row(self, vector: list[int]) -> list[int]:
-        """Return the site's scores with their intervals, without the numbers of images that they follow from."""
+        """Return the site's scores with their intervals, from which the numbers of images follow, but no histograms."""
         return encode_rows(self.summaries, np.array(vector, dtype=np.int64))
 
     def compare(self, own_vector: Sequence[int], total: Counts, num_sites: int) -> list[str]:
