@@ -49,8 +49,8 @@ class SurveyOptions:
         check_integer("survey: grey_bins", self.grey_bins, 2, le=256)
         check_integer("survey: images_per_patient", self.images_per_patient, 1)
         check_number("survey: noise_multiplier", self.noise_multiplier, gt=0, le=1e6, optional=True)
-        edges = list(self.sizes)
-        if not edges or not all(isinstance(edge, int) and edge > 0 for edge in edges) or edges != sorted({*edges}):
+        edges = list(self.sizes) if isinstance(self.sizes, Sequence) else []
+        if not edges or not all(type(edge) is int and edge > 0 for edge in edges) or edges != sorted({*edges}):
             raise invalid_option("survey: sizes", self.sizes, "ascending numbers of pixels, such as [128, 512]")
         for name in ("modalities", "manufacturers"):
             names = checked_names(f"survey: {name}", getattr(self, name))

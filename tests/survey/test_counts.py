@@ -237,7 +237,15 @@ def test_a_site_with_few_images_is_compared_without_wrong_findings():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("min_count", 0), ("grey_bins", 1), ("sizes", [64, 32]), ("noise_multiplier", -1.0), ("images_per_patient", 0)],
+    [
+        ("min_count", 0),
+        ("grey_bins", 1),
+        ("sizes", [64, 32]),
+        ("sizes", 5),
+        ("sizes", [True, 512]),
+        ("noise_multiplier", -1.0),
+        ("images_per_patient", 0),
+    ],
 )
 def test_invalid_options_are_rejected(name, value):
     with rejects(f"survey: {name}", value):
