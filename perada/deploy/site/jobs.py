@@ -276,11 +276,12 @@ class JobHandler:
             raise RejectionError("the site's file has no section secure_sums", "other")
         terms = _terms_of_sum(site_job, request)
         reply = party.saved_reply(terms, message_digest)
+        answered = self._find_answered(request.recipe)
+        may_repeat = reply is not None and answered == request.run
+        if answered is not None and request.kind in ("keys", "mask") and not may_repeat:
+            # The difference of two sums over other sites would be the vector of a single site.
+            raise RejectionError(f"secure sum: the vector was already sent under masks in run {answered}", "other")
         if reply is None:
-            answered = self._find_answered(request.recipe)
-            if answered is not None and request.kind in ("keys", "mask"):
-                # The difference of two sums over other sites would be the vector of a single site.
-                raise RejectionError(f"secure sum: the vector was already sent under masks in run {answered}", "other")
             if request.kind == "mask" and not record.has_left:
                 # Other jobs may have been answered since this one was counted.
                 self._check_limits(site_job, request)
