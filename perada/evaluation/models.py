@@ -231,7 +231,7 @@ def _check_task(name: str, task: Task, task_of_data: Task) -> None:
         )
 
 
-def _check_outputs(name: str, num_outputs: Any, num_classes: int) -> None:  # noqa: ANN401  # a number of a saved run
+def _check_outputs(name: str, num_outputs: Any, num_classes: int) -> None:  # noqa: ANN401  # it comes from a file, and may be anything
     """Raise a ValueError if a model has another number of outputs than the data have classes."""
     if num_outputs != num_classes:
         raise ValueError(

@@ -97,7 +97,7 @@ def predict_client(
                     probabilities[model_name].append(predictions)
                 for score in scores:
                     summands[model_name][score.name].append(score.summands(predictions, targets))
-    _, group_numbers = np.unique(data.test_groups(client), return_inverse=True)
+    group_numbers = np.unique(data.test_groups(client), return_inverse=True)[1]
     outputs = {}
     for model_name in models:
         outputs[model_name] = ModelOutputs(
@@ -179,7 +179,7 @@ def class_auroc(outputs: ClientOutputs, model: str, task: Task, number: int) -> 
     assert probabilities is not None and outputs.targets is not None
     labels = ClassLabels.of(task, outputs.targets, number)
     rows = labels.is_known
-    found = auroc(probabilities[:, number].numpy()[rows], labels.has_class[rows], outputs.groups[rows])
+    auroc_of_known = auroc(probabilities[:, number].numpy()[rows], labels.has_class[rows], outputs.groups[rows])
     influences = np.zeros(outputs.num_images)
-    influences[rows] = found.influences
-    return Auroc(found.value, influences, found.fewest)
+    influences[rows] = auroc_of_known.influences
+    return Auroc(auroc_of_known.value, influences, auroc_of_known.fewest)

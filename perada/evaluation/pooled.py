@@ -297,17 +297,17 @@ class Summaries:
         model = self.models[number]
         if has_failed:
             return [maker.row(model, AUROC, math.nan, NO_INTERVAL, maker.images)]
-        found = self._compute_aurocs(parts, number)
-        defined = [place for place, each in enumerate(found) if each.fewest]
+        aurocs = self._compute_aurocs(parts, number)
+        defined = [place for place, each in enumerate(aurocs) if each.fewest]
         if not defined:
             return [maker.row(model, AUROC, math.nan, NO_INTERVAL, 0)]
-        covariance = self._compute_covariance(parts, {number: found})
-        mean = float(np.mean([found[place].value for place in defined]))
-        fewest = min(found[place].fewest for place in defined)
-        error = _error_of(covariance, [1 / len(defined) if place in defined else 0.0 for place in range(len(found))])
+        covariance = self._compute_covariance(parts, {number: aurocs})
+        mean = float(np.mean([aurocs[place].value for place in defined]))
+        fewest = min(aurocs[place].fewest for place in defined)
+        error = _error_of(covariance, [1 / len(defined) if place in defined else 0.0 for place in range(len(aurocs))])
         rows = [maker.row(model, AUROC, mean, auroc_interval(mean, error, fewest), fewest)]
-        if len(found) > 1:
-            for place, each in enumerate(found):
+        if len(aurocs) > 1:
+            for place, each in enumerate(aurocs):
                 interval = NO_INTERVAL
                 if each.fewest:
                     interval = auroc_interval(each.value, math.sqrt(covariance[place, place]), each.fewest)
@@ -333,9 +333,9 @@ class Summaries:
         num_classes = len(self.auroc_classes)
         rows: list[int] = []
         errors: list[float] = []
-        for number, found in aurocs_of_models.items():
+        for number, aurocs in aurocs_of_models.items():
             rows += range(number * num_classes, (number + 1) * num_classes)
-            errors += [each.standard_error() if each.fewest else 0.0 for each in found]
+            errors += [each.standard_error() if each.fewest else 0.0 for each in aurocs]
         without_groups = parts["influences"][rows, 0]
         products = parts["influences"][:, 1:][np.ix_(rows, rows)]
         variances = products.diagonal()
@@ -358,7 +358,8 @@ class Summaries:
         score: SummedScore,
     ) -> ScoreRow:
         """Return the difference of two models' score that follows from sums."""
-        first, second = (self._group_sums(parts, place, score) for place in places)
+        first = self._group_sums(parts, places[0], score)
+        second = self._group_sums(parts, places[1], score)
         cross = torch.from_numpy(parts[f"cross {number} {score.name}"])
         size = len(first.sums)
         both = GroupSums(
@@ -384,7 +385,8 @@ class Summaries:
 
     def _auroc_difference_row(self, maker: RowMaker, parts: Mapping[str, Floats], places: tuple[int, int]) -> ScoreRow:
         """Return the difference of two models' mean AUROC."""
-        first, second = (self._compute_aurocs(parts, place) for place in places)
+        first = self._compute_aurocs(parts, places[0])
+        second = self._compute_aurocs(parts, places[1])
         names = [self.models[place] for place in places]
         defined = [place for place, each in enumerate(first) if each.fewest]
         if not defined:

@@ -57,12 +57,12 @@ def encode_rows(summaries: Summaries, summary: Integers) -> list[int]:
         rows[RowKey(row.model, row.versus, row.score, row.class_name)] = row
     integers: list[int] = []
     for key in row_keys(summaries):
-        found = rows.get(key)
-        if found is None:
+        row_of_key = rows.get(key)
+        if row_of_key is None:
             integers += [_MISSING] * _WIDTH
             continue
-        integers += [_as_integer(value) for value in (found.value, found.low, found.high)]
-        integers.append(int(found.is_ranked))
+        integers += [_as_integer(value) for value in (row_of_key.value, row_of_key.low, row_of_key.high)]
+        integers.append(int(row_of_key.is_ranked))
     return integers
 
 

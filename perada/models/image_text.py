@@ -36,7 +36,7 @@ class ImageTextClassifier(nn.Module):
         classifier: Maps the features (B, D) of images to logits (B, K).
     """
 
-    def __init__(self, network: Any, classifier: nn.Module) -> None:  # noqa: ANN401  # a network of any class
+    def __init__(self, network: Any, classifier: nn.Module) -> None:  # noqa: ANN401  # transformers gives its networks no common type with both towers
         super().__init__()
         self.vision_model = network.vision_model
         # SigLIP has none: its pooling returns features of the right size.
@@ -83,7 +83,7 @@ def _no_text_tower(name: str, kind: str = "") -> OptionError:
 
 
 def classifier_of_transformers(
-    network: Any,  # noqa: ANN401  # a network of any class
+    network: Any,  # noqa: ANN401  # transformers gives its networks no common type with both towers
     options: TextHead,
     num_classes: int,
     tower: TextTower | None,
@@ -95,7 +95,7 @@ def classifier_of_transformers(
 
 
 def text_classifier(
-    network: Any,  # noqa: ANN401  # a network of any class
+    network: Any,  # noqa: ANN401  # transformers gives its networks no common type with both towers
     options: TextHead,
     num_classes: int,
     num_features: int,
@@ -125,7 +125,7 @@ def text_classifier(
     return TextClassifier(zero_shot, options)
 
 
-def text_tower(name: str, network: Any, source: str, load_options: dict[str, Any]) -> TextTower:  # noqa: ANN401  # a network of any class
+def text_tower(name: str, network: Any, source: str, load_options: dict[str, Any]) -> TextTower:  # noqa: ANN401  # transformers gives its networks no common type with both towers
     """Return the text tower of a network with its tokenizer.
 
     Args:

@@ -115,7 +115,7 @@ def build_open_clip(
     return Backbone(model, name, HEAD, ImageConfig((CHANNELS, height, width), mean, std))
 
 
-def _height_and_width(size: Any) -> tuple[int, int]:  # noqa: ANN401  # a number, or two
+def _height_and_width(size: Any) -> tuple[int, int]:  # noqa: ANN401  # JSON of a file: a number, or a list of two
     """Return the height and width of images."""
     if isinstance(size, int):
         return size, size
@@ -139,7 +139,7 @@ def _count_features(name: str, visual: nn.Module, height: int, width: int) -> in
     return features.shape[-1]
 
 
-def _text_tower(open_clip: Any, name: str, network: Any, location: str) -> TextTower:  # noqa: ANN401  # a module, and a network of any class
+def _text_tower(open_clip: Any, name: str, network: Any, location: str) -> TextTower:  # noqa: ANN401  # OpenCLIP ships no types
     """Return the text tower of a network with its tokenizer.
 
     Raises:

@@ -47,7 +47,7 @@ class Auroc:
         """
         influences: NDArray[Any] = self.influences
         if groups is not None:
-            _, index = np.unique(groups, return_inverse=True)
+            index = np.unique(groups, return_inverse=True)[1]
             influences = np.bincount(index, weights=influences)
         return math.sqrt(float(influences @ influences))
 

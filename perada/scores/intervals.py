@@ -64,7 +64,7 @@ def quantile(level: float, degrees_of_freedom: float = math.inf) -> float:
 
 def sum_groups(summands: Tensor, groups: NDArray[Any]) -> Tensor:
     """Add up the summands (N, S) of images within each group (N,): (G, S), in the order of the groups' names."""
-    _, index = np.unique(groups, return_inverse=True)
+    index = np.unique(groups, return_inverse=True)[1]
     sums = summands.new_zeros(int(index.max()) + 1 if len(index) else 0, summands.shape[1])
     return sums.index_add_(0, torch.from_numpy(index), summands)
 

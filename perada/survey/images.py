@@ -118,7 +118,7 @@ def _list_items(dataset: Dataset[Any], classes: Sequence[str] | None) -> list[Su
     return images
 
 
-def _names_of_label(label: Any, classes: Sequence[str] | None) -> tuple[str, ...] | None:  # noqa: ANN401  # a scalar too
+def _names_of_label(label: Any, classes: Sequence[str] | None) -> tuple[str, ...] | None:  # noqa: ANN401  # labels of data sets are scalars, arrays or texts
     """Return the names of an image's label, or of all its labels; None if it has none."""
     numbers = [int(label)] if np.ndim(label) == 0 else np.flatnonzero(np.asarray(label) == 1).tolist()
     names = [str(number) if classes is None else classes[number] for number in numbers]

@@ -236,12 +236,15 @@ class SurveyTally:
 
     def cell(self, block: str, name: str) -> Cell:
         """Return a count. A noisy one that is not clearly above zero counts as none."""
-        count, few, many = (int(number) for number in self.numbers[:, self.layout.places[block, name]])
+        numbers = self.numbers[:, self.layout.places[block, name]]
+        count = int(numbers[0])
+        num_sites_with_few = int(numbers[1])
+        num_sites_with_enough = int(numbers[2])
         if self.is_noisy:
             if count <= 3 * self.noise:
                 return Cell(0, 0, 0)
             return Cell(count, 0, 1)
-        return Cell(count, few, many)
+        return Cell(count, num_sites_with_few, num_sites_with_enough)
 
     def rows(self) -> Iterator[tuple[str, str, Cell]]:
         """Return block, name and count of all that is not zero."""

@@ -350,7 +350,7 @@ def _terms_of_sum(site_job: SiteJob, request: Request) -> "SumTerms":
     return SumTerms(request.run, 0, job.digest, job.options, request.attempt, of=job.kind)
 
 
-def _no_claims() -> Any:  # noqa: ANN401  # its module needs cryptography
+def _no_claims() -> Any:  # noqa: ANN401  # the type is in a module that imports cryptography
     """Return what a site states beside its keys: nothing, since all sites are sent the same."""
     from perada.deploy.sums.keys import SiteClaims
 
